@@ -1,0 +1,34 @@
+"""Public names, imported on first use, so that ``megascale plan`` starts without torch; registers "megascale" with Lightning lazily."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "MegascaleStrategy": "lightning_megascale.strategies.trainer",
+    "ParallelPlan": "lightning_megascale.plan",
+    "ModelLayout": "lightning_megascale.layout",
+    "MegascaleModule": "lightning_megascale.module",
+    "ThroughputMonitor": "lightning_megascale.callbacks.throughput",
+    "TextDataModule": "lightning_megascale.data.datamodule",
+}
+__all__ = [*_NAMES]
+
+if TYPE_CHECKING:
+    from lightning_megascale.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
+    from lightning_megascale.data.datamodule import TextDataModule as TextDataModule
+    from lightning_megascale.layout import ModelLayout as ModelLayout
+    from lightning_megascale.module import MegascaleModule as MegascaleModule
+    from lightning_megascale.plan import ParallelPlan as ParallelPlan
+    from lightning_megascale.strategies.trainer import MegascaleStrategy as MegascaleStrategy
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
+    raise AttributeError(f"module 'lightning_megascale' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

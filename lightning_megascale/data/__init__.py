@@ -1,0 +1,1 @@
+"""Data modules; they know nothing of the rest of the package."""

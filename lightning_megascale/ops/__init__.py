@@ -1,0 +1,1 @@
+"""Functions with autograd; the process group is an argument."""

@@ -1,0 +1,1 @@
+"""One axis, one file, one function that applies it to a model."""

@@ -1,0 +1,1 @@
+"""Where plan, layout and model meet Lightning."""
