@@ -1,0 +1,178 @@
+"""Starts this machine's ranks, unless somebody else (torchrun, a Slurm step, MPI) already did.
+
+The parent composes the config once and hands the finished object to every rank: no rank parses the command line again, so all
+ranks hold the same config and the same run folder, in sweeps too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_megascale.cli.errors import USER_ERROR_EXIT_CODE
+
+_RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK")
+_LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|DistNetworkError|ncclRemoteError|connectFullMesh failed|recv, remote")
+_PRELOAD = ["torch", "lightning.pytorch", "torch.distributed.elastic.multiprocessing.api", "lightning_megascale.cli.preload"]
+_KEPT_LOGS = 5
+_SIGNAL_EXIT_CODES = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+
+
+def inside_launcher() -> bool:
+    """True when this process is already one rank of a job.
+
+    SLURM_STEP_ID means that srun started it; SLURM_PROCID is no sign, since the batch script has it too. An interactive Slurm
+    shell (``srun --pty bash``) is a step, yet no rank.
+    """
+    if "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return False
+    return any(name in os.environ for name in _RANK_VARIABLES)
+
+
+def rank() -> int:
+    """This process's global rank as far as the environment tells; 0 outside any launcher."""
+    return int(_first_set("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", default="0")) if inside_launcher() else 0
+
+
+def world_size() -> int:
+    """All ranks of the job that this process is a rank of."""
+    return int(_first_set("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", default="1"))
+
+
+def local_world_size() -> int:
+    """The ranks on this node, of the job that this process is a rank of."""
+    slurm = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_TASKS_PER_NODE", "1"))  # "4(x2)" or "4"
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or slurm.partition("(")[0].partition(",")[0])
+
+
+def attempt() -> int:
+    """How often the launcher has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _first_set(*names: str, default: str) -> str:
+    return next((os.environ[name] for name in names if name in os.environ), default)
+
+
+def warm_up(ranks: int, start_method: str) -> None:
+    """Starts the process that the ranks are forked from, which imports torch and Lightning while this one goes on.
+
+    It has no threads and no CUDA context, so each rank forks from it in milliseconds.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    # One store for all restarts leaves the last attempt's addresses in it (pytorch #135712): each attempt gets a fresh one.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if start_method == "forkserver":
+        from multiprocessing import forkserver
+
+        multiprocessing.set_forkserver_preload(_PRELOAD)
+        forkserver.ensure_running()
+
+
+def launch(
+    run: Callable[..., None], *args: Any, ranks: int, run_dir: str, max_restarts: int, start_method: str, shutdown_seconds: int
+) -> None:
+    """Runs ``run(*args)`` on ``ranks`` processes of this machine and returns when all are done.
+
+    Rank 0 keeps this terminal (live progress bar); the others write to ``run_dir/logs``. When a rank fails, the process exits with
+    1 after that rank's traceback, or with 2 after the message of a user's error. Ctrl-C and SIGTERM reach every rank, which may
+    take ``shutdown_seconds`` to write a checkpoint; the process then exits with 130 or 143. A second signal kills the ranks.
+    """
+    warm_up(ranks, start_method)
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in list(logging.root.manager.loggerDict):  # they would print each traceback a second time; each has its own level
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    logs = Path(run_dir) / "logs"
+    _prune(logs)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex[:8],
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        start_method=start_method,
+        shutdown_timeout=shutdown_seconds,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects={local: Std.ALL for local in range(1, ranks)}),
+    )
+    try:
+        elastic_launch(config, run)(*args)
+    except ChildFailedError as error:
+        message, code = describe_failure(error)
+        print(message, file=sys.stderr, flush=True)
+        raise SystemExit(code) from None
+    except SignalException as error:
+        for process in multiprocessing.active_children():  # only after a second signal is anything left
+            process.kill()
+        raise SystemExit(128 + error.sigval) from None
+
+
+def _prune(logs: Path) -> None:
+    """Keeps the logs of the last few starts."""
+    if logs.is_dir():
+        starts = sorted((folder for folder in logs.iterdir() if folder.is_dir()), key=lambda folder: folder.stat().st_mtime_ns)
+        for folder in starts[: -(_KEPT_LOGS - 1)]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def report_user_error(message: str) -> None:
+    """Called on a rank: leaves the message for the parent, or prints it here when this process has no parent of ours.
+
+    Inside somebody else's launcher the first rank that claims the start's marker file prints; the others stay silent.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if os.environ.get("MEGASCALE_LAUNCHED") and error_file:
+        Path(error_file).with_name("user_error.txt").write_text(message)
+    elif rank() == 0:
+        print(f"megascale: {message}", file=sys.stderr, flush=True)
+
+
+def describe_failure(error: Any) -> tuple[str, int]:
+    """What to print about a failed launch, and the exit code.
+
+    torch reports the rank whose exit it saw first, often a healthy one that lost its peer, and stamps errors in whole seconds. So
+    read what every rank of the last attempt wrote: a lost connection never explains another rank's error.
+
+    Args:
+        error: torch's ChildFailedError.
+
+    Returns:
+        The message of a user's error and 2; or the root cause's traceback with its rank and 1.
+    """
+    seen_rank, failure = error.get_first_failure()
+    attempt_folder = Path(failure.error_file).parent.parent
+    told = sorted(attempt_folder.glob("*/user_error.txt"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
+    if told:
+        return f"megascale: {told[0].read_text()}", USER_ERROR_EXIT_CODE
+    reports = []
+    for file in attempt_folder.glob("*/error.json"):
+        message = json.loads(file.read_text())["message"]
+        text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
+        reports.append((bool(_LOST_PEER.search(text)), file.stat().st_mtime_ns, int(file.parent.name), text.strip()))
+    reports.sort()
+    if not reports and failure.exitcode in _SIGNAL_EXIT_CODES:
+        return f"megascale: rank {seen_rank} was asked to stop, and all ranks stopped with it", failure.exitcode
+    if not reports or reports[0][0]:  # nobody raised on its own: a rank was killed
+        text = f"{reports[0][3]}\n\n" if reports else ""
+        return f"{text}megascale: rank {seen_rank} ended with exit code {failure.exitcode}: a rank was killed from outside (out of memory?)", 1
+    _, _, first, text = reports[0]
+    others = sorted(report[2] for report in reports[1:])
+    fell = f"; ranks {others} fell with it" if others else ""
+    return f"{text}\n\nmegascale: rank {first} failed first{fell}; logs of the ranks: {attempt_folder}", 1

@@ -1,0 +1,117 @@
+"""build_mesh: a resolved plan becomes a DeviceMesh and its named views. Every mesh call that torch does not document lives here.
+
+Axes, outermost to innermost: pp, dp_replicate, dp_shard, cp, tp. An axis of size 1 owns no communicator, except dp_shard, on which
+FSDP2 always stands. A view over several axes is flattened once; a view that covers a single axis is that axis, so equal rank sets
+share one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_megascale.plan import ParallelPlan
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class MeshViews:
+    """The root mesh of a run and its views.
+
+    Args:
+        root: the N-D mesh of the axes above size 1 (and dp_shard).
+        sizes: size of every axis.
+        batch: view dp_replicate x dp_shard: who gets other rows. Samplers and metrics follow it.
+        loss: view batch x cp: who counts other tokens.
+        data: 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp) mesh for ``fully_shard``.
+        tensor: the tp axis, or None.
+    """
+
+    root: DeviceMesh
+    sizes: dict[str, int]
+    batch: DeviceMesh
+    loss: DeviceMesh
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this rank's share of the batch: the same for all its tensor-, pipeline- and context-parallel peers."""
+        return self.batch.get_local_rank()
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        return None if self.tensor is None else self.tensor.get_group()
+
+    def group(self, view: DeviceMesh) -> dist.ProcessGroup:
+        """The process group of a 1-D view."""
+        return view.get_group()
+
+
+def build_mesh(plan: ParallelPlan, device_type: str, ranks: Sequence[int] | torch.Tensor | None = None, keep: Sequence[str] = ()) -> MeshViews:
+    """Builds the mesh of a resolved plan; every rank must call it with equal arguments.
+
+    Args:
+        plan: a resolved plan.
+        device_type: "cpu" or "cuda".
+        ranks: which global rank stands at each place of the flattened mesh; None: rank i at place i.
+        keep: axes of size 1 that get a dimension (and a group of one rank) all the same.
+
+    Raises:
+        ValueError: when ``ranks`` is no permutation of the world.
+    """
+    sizes = {
+        "pp": plan.pipeline_parallel_size,
+        "dp_replicate": plan.data_parallel_replicate_size,
+        "dp_shard": int(plan.data_parallel_shard_size),
+        "cp": plan.context_parallel_size,
+        "tp": plan.tensor_parallel_size,
+    }
+    names = tuple(name for name in AXES if sizes[name] > 1 or name == "dp_shard" or name in keep)
+    world = torch.tensor([sizes[name] for name in names]).prod().item()
+    order = torch.arange(int(world)) if ranks is None else torch.as_tensor(ranks).flatten().to(torch.int64)
+    if sorted(order.tolist()) != list(range(int(world))):
+        raise ValueError(f"placement must name each of the {world} ranks once, in mesh order; got {order.tolist()[:16]}")
+    root = DeviceMesh(device_type, order.reshape([sizes[name] for name in names]), mesh_dim_names=names)
+    batch = _view(root, ("dp_replicate", "dp_shard"), "batch")
+    loss = _view(root, ("dp_replicate", "dp_shard", "cp"), "loss") if "cp" in names else batch
+    shard = _view(root, ("dp_shard", "cp"), "fsdp")
+    data = shard if "dp_replicate" not in names else root["dp_replicate", _name(shard)]
+    return MeshViews(root, sizes, batch, loss, data, root["tp"] if "tp" in names else None)
+
+
+def compatible_mesh(views: MeshViews) -> DeviceMesh:
+    """A 2-D view ("data_parallel", "tensor_parallel") for a ``configure_model`` written for Lightning's ModelParallelStrategy.
+
+    It makes no new group: the two dims are this rank's fsdp view and tp axis. Needs a tp axis (``keep=("tp",)``).
+    """
+    assert views.tensor is not None
+    shard = views.data if views.data.ndim == 1 else views.data[_name(views.data)]
+    rows, columns = shard.mesh.tolist(), views.tensor.mesh.tolist()
+    names = ("data_parallel", "tensor_parallel")
+    whole = views.root.mesh
+    axes = list(views.root.mesh_dim_names or ())
+    fixed = tuple(slice(None) if name in ("dp_shard", "cp", "tp") else int(views.root.get_local_rank(name)) for name in axes)
+    grid = whole[fixed].reshape(len(rows), len(columns))
+    return DeviceMesh.from_group([shard.get_group(), views.tensor.get_group()], views.root.device_type, mesh=grid, mesh_dim_names=names)
+
+
+def _view(root: DeviceMesh, wanted: tuple[str, ...], name: str) -> DeviceMesh:
+    """The flattened view over those wanted axes that exist; a single one is the axis itself."""
+    present = tuple(axis for axis in wanted if axis in (root.mesh_dim_names or ()))
+    return root[present[0]] if len(present) == 1 else root[present]._flatten(name)
+
+
+def _name(mesh: DeviceMesh) -> str:
+    """Name of the last dim."""
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names[-1]

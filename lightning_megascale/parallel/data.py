@@ -1,0 +1,155 @@
+"""Data parallelism: FSDP2, HSDP and plain replication are one ``fully_shard`` over the right mesh. Gradients are sums, never means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_megascale.mesh import MeshViews
+
+
+def apply_data_parallel(
+    roots: Iterable[nn.Module],
+    blocks: Iterable[nn.Module],
+    views: MeshViews,
+    *,
+    reshard_after_forward: bool | int | str = "auto",
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
+) -> None:
+    """Shards every block as one unit and what is left of each root as another.
+
+    Args:
+        roots: modules whose forward the step calls.
+        blocks: the repeated layers below the roots, in module order.
+        views: the run's mesh; its ``data`` view may have shard size 1 (plain replication) or replicate size 1 (FSDP2).
+        reshard_after_forward: "auto" frees a block's parameters after its forward and keeps the root's; True frees both, False
+            none, a number reshards blocks to groups of that size.
+        param_dtype: dtype of forward and backward; None: that of the parameters. Outputs of a root are float32 then.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        cpu_offload: parameters, gradients and optimizer state stay in host memory.
+    """
+    policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy()}
+    block_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    root_policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32 if param_dtype is not None else None
+    )
+    block_reshard: bool | int = True if reshard_after_forward == "auto" else reshard_after_forward  # type: ignore[assignment]
+    root_reshard = reshard_after_forward is True
+    for block in blocks:
+        fully_shard(block, mesh=views.data, reshard_after_forward=block_reshard, mp_policy=block_policy, **policy)
+    for root in roots:
+        if not isinstance(root, FSDPModule):
+            fully_shard(root, mesh=views.data, reshard_after_forward=root_reshard, mp_policy=root_policy, **policy)
+
+
+def sum_gradients(units: Iterable[FSDPModule]) -> None:
+    """Makes every unit add gradients up over its ranks instead of averaging them; the one scale comes later (loss_scale.py)."""
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # the factor alone asks gloo for PREMUL_SUM, which it lacks
+
+
+def units_of(module: nn.Module) -> list[FSDPModule]:
+    """All FSDP2 units at or below a module, in module order."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+@contextmanager
+def postponed_reduction(units: list[FSDPModule], last_only: bool) -> Iterator[None]:
+    """Gradients of the backwards inside are kept back and join the next reduction outside.
+
+    Args:
+        units: all FSDP2 units.
+        last_only: True keeps them unsharded on each rank (no communication); False adds them up over the shards and postpones
+            only the sum over replicas (no memory).
+    """
+    for unit in units:
+        if last_only:
+            unit.set_requires_gradient_sync(False, recurse=False)
+        else:
+            unit.set_requires_all_reduce(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_requires_all_reduce(True, recurse=False)
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """Parameters whose gradients no unit's reduction completes, by the axes that are missing.
+
+    Args:
+        tensor: parts of a sum over the tensor-parallel axis.
+        loss: not reduced over any data axis (outside every FSDP2 unit).
+        replicate: reduced over the shards, not over the replicas (sharded by the user on ``mesh["data_parallel"]``).
+    """
+
+    tensor: list[nn.Parameter]
+    loss: list[nn.Parameter]
+    replicate: list[nn.Parameter]
+
+
+def remaining(parameters: Iterable[nn.Parameter], partial: set[int], views: MeshViews) -> Remaining:
+    """Sorts parameters by the reductions their gradients still need.
+
+    Args:
+        parameters: those about to be stepped, in an order that is equal on all ranks.
+        partial: ids of those whose gradient is this rank's part of a sum over the tensor-parallel axis.
+        views: the run's mesh.
+    """
+    over = Remaining([], [], [])
+    for parameter in parameters:
+        covered = set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
+        if id(parameter) in partial:
+            over.tensor.append(parameter)
+        if not covered & {"dp_shard", "fsdp", "data_parallel"}:
+            over.loss.append(parameter)
+        elif views.sizes["dp_replicate"] > 1 and "dp_replicate" not in covered:
+            over.replicate.append(parameter)
+    return over
+
+
+def reduce_remaining(over: Remaining, parameters: Iterable[nn.Parameter], views: MeshViews) -> None:
+    """Adds up the gradients that no unit's reduction covers: one flat all-reduce for each kind and dtype, in place."""
+    for parameter in parameters:
+        _settle_partial(parameter)
+    if views.tensor is not None and views.tensor.size() > 1:
+        _all_reduce_flat(over.tensor, views.tensor.get_group())
+    if views.loss.size() > 1:
+        _all_reduce_flat(over.loss, views.loss.get_group())
+    if over.replicate:
+        _all_reduce_flat(over.replicate, views.root["dp_replicate"].get_group())
+
+
+def _settle_partial(parameter: nn.Parameter) -> None:
+    """Torch's own tensor-parallel styles may leave a gradient as a pending sum: carry it out."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+        wanted = [Replicate() if now.is_partial() else now for now in grad.placements]
+        parameter.grad = grad.redistribute(grad.device_mesh, wanted)
+
+
+def _all_reduce_flat(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sums the gradients over the group in place, one message for each dtype; ranks hold equal shapes in equal order."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in local):
+        same = [tensor for tensor in local if tensor.dtype == dtype and tensor.numel()]
+        if not same:
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same])):
+            tensor.copy_(part.view_as(tensor))

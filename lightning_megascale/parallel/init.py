@@ -1,0 +1,152 @@
+"""Same start for every plan: a parameter is drawn at its full logical shape from (seed, module name) and only the shard is kept.
+
+One module at a time is whole in memory, so a model of any size can be built on the meta device and started on its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from lightning_megascale.parallel.rng import derive_seed, fork_seeded
+
+
+def on_meta(model: nn.Module) -> bool:
+    """True when any parameter or buffer still lies on the meta device."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def check_materializable(model: nn.Module) -> list[str]:
+    """A message for every module on the meta device that nothing can initialize."""
+    return [
+        f"module {name or 'the model itself'!r} ({type(module).__name__}) lies on the meta device and has no reset_parameters(): "
+        "give it one, give the model an init_module(module, name), or build it on a real device"
+        for name, module in model.named_modules()
+        if _own_meta(module) and not (hasattr(model, "init_module") or hasattr(module, "reset_parameters"))
+    ]
+
+
+def materialize(model: nn.Module, device: torch.device | str, seed: int) -> nn.Module:
+    """Gives every parameter and buffer on the meta device its storage and its first value, in place.
+
+    Args:
+        model: sharded or not; parameters may be DTensors of any placement. ``model.init_module(module, name)`` initializes
+            the parameters that ``module`` owns itself; without it each module's ``reset_parameters()`` does.
+        device: where the values go.
+        seed: the run's seed. Values depend on it and on module names, never on ranks or plan.
+
+    Raises:
+        ValueError: naming the modules that nothing can initialize.
+    """
+    device = torch.device(device)
+    wrong = check_materializable(model)
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    init_module: Callable[[nn.Module, str], None] | None = getattr(model, "init_module", None)
+    drawn: set[int] = set()
+    for name, module in model.named_modules():
+        if not _own_meta(module):
+            continue
+        if init_module is not None:
+            _materialize_module(module, lambda m, n=name: init_module(m, n), device, derive_seed(seed, "init", name), drawn)
+        else:
+            _materialize_module(module, lambda m: m.reset_parameters(), device, derive_seed(seed, "init", name), drawn)
+    return model
+
+
+def _own_meta(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in own)
+
+
+def _materialize_module(
+    module: nn.Module, initialize: Callable[[nn.Module], None], device: torch.device, seed: int, drawn: set[int]
+) -> None:
+    """Initializes whole stand-ins of one module's own parameters, then keeps this rank's part of each.
+
+    The first module, in module order, that holds a tied parameter draws it (``drawn`` holds the ids of those done).
+    """
+    own = dict(module._parameters)
+    buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    whole = {
+        name: nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
+        for name, parameter in own.items()
+        if parameter is not None
+    }
+    module._parameters.update(whole)
+    module._buffers.update({name: torch.empty_like(buffer, device=device) for name, buffer in buffers.items()})
+    try:
+        with torch.no_grad(), fork_seeded(seed, device):
+            initialize(module)
+    finally:
+        drawn_whole = {name: module._parameters[name] for name in whole}
+        module._parameters.update(own)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if parameter is not None and parameter.is_meta and id(parameter) not in drawn:
+                _fill(parameter, drawn_whole[name])
+                drawn.add(id(parameter))
+
+
+def _fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    """Puts this rank's part of ``whole`` in place of the parameter's meta storage; the Parameter object stays."""
+    data = whole.detach()
+    if isinstance(parameter, DTensor):
+        data = DTensor.from_local(
+            local_part(whole, parameter).clone(),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))
+
+
+def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a whole tensor under the mesh and placements of ``like``. No communication.
+
+    Later mesh dims split first: tensor parallelism cut the logical tensor, FSDP2 cut what was left of it.
+    """
+    part = whole
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for dim in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[dim]
+        if isinstance(placement, Shard) or placement.is_shard():
+            pieces = part.chunk(like.device_mesh.size(dim), placement.dim)
+            index = coordinate[dim]
+            part = pieces[index] if index < len(pieces) else part.narrow(placement.dim, 0, 0)
+    return part
+
+
+def same_on_all_ranks(model: nn.Module, device: torch.device) -> bool:
+    """True when every plain parameter and buffer has the same value on all ranks (compared by two sums and the ends)."""
+    sums = []
+    for tensor in _plain_tensors(model):
+        value = tensor.detach().flatten().double().nan_to_num()
+        sums += [value.sum(), value.abs().sum(), value[0], value[-1]] if value.numel() else []
+    mine = torch.stack([value.to(device) for value in sums]) if sums else torch.zeros(1, dtype=torch.float64, device=device)
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return bool(torch.equal(low, high))
+
+
+def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
+    """Gives every rank the plain parameters and buffers of rank 0, one tensor at a time."""
+    with torch.no_grad():
+        for tensor in _plain_tensors(model):
+            moved = tensor.detach().to(device).contiguous()
+            dist.broadcast(moved, 0)
+            tensor.copy_(moved)
+
+
+def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+    tensors = (*model.parameters(), *model.buffers())
+    return [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]

@@ -1,0 +1,133 @@
+"""The one scale of the project: gradients are sums over tokens, divided once per optimizer step by the number of tokens.
+
+A step's loss is weighted by what it counts (N of its microbatch), backward adds up, and ``LossScale.finish`` multiplies every
+gradient by 1 / (sum of N over microbatches and ranks). So any plan gives the number one device gives with the whole batch:
+d/dw [ sum_i n_i * mean_i ] / sum_i n_i is the gradient of the mean over all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+IGNORE_INDEX = -100  # torch's cross_entropy default
+
+
+class Weights:
+    """What a microbatch counts, under the two readings of a label's place.
+
+    Args:
+        used: the weight that multiplies the loss, a 0-dim float tensor.
+        other: the weight under the other reading of ``label_alignment`` when it is not declared, else equal to ``used``.
+    """
+
+    def __init__(self, used: torch.Tensor, other: torch.Tensor | None = None) -> None:
+        self.used = used
+        self.other = used if other is None else other
+
+
+def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: torch.device) -> Weights | None:
+    """What a scalar mean over this batch counts; None when nothing tells.
+
+    Args:
+        batch: the microbatch. Integer ``labels`` (B, L) or (B,), -100 ignored; otherwise the rows of its first tensor count.
+        loss_weight: "labels", "samples" or "auto" (labels when the batch has them).
+        label_alignment: "aligned" counts all labels; "shift" and "huggingface" all but each row's first, whose target nothing
+            predicts; None keeps both counts, and a step in which they would weigh differently is refused.
+        device: where the weights lie.
+
+    Raises:
+        ValueError: for ``loss_weight="labels"`` without integer labels.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    countable = isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.ndim > 0
+    if loss_weight == "labels" and not countable:
+        raise ValueError("loss_weight='labels' needs a batch that is a dict with an integer tensor 'labels'; use loss_weight='samples'")
+    if loss_weight != "samples" and countable:
+        valid = labels != IGNORE_INDEX
+        whole = valid.sum().to(torch.float64)
+        if labels.ndim < 2 or label_alignment == "aligned":
+            return Weights(whole)
+        shifted = valid[..., 1:].sum().to(torch.float64)
+        return Weights(shifted, whole if label_alignment is None else None)
+    rows = _rows(batch)
+    return None if rows is None else Weights(torch.tensor(float(rows), dtype=torch.float64, device=device))
+
+
+def weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``loss * weight``, and exactly 0 with zero gradients where nothing counts (a mean over nothing is NaN)."""
+    counts = weight.to(loss.dtype)
+    return torch.where(counts > 0, loss * counts, torch.zeros_like(loss))
+
+
+class LossScale:
+    """Counts over the microbatches of one optimizer step, and the division at its end."""
+
+    def __init__(self) -> None:
+        self._counts: torch.Tensor | None = None  # sums of n, n^2, n m, m^2, n loss
+        self._pending_check: torch.Tensor | None = None
+        self.step_loss: torch.Tensor | None = None
+
+    def add(self, loss: torch.Tensor, weights: Weights) -> None:
+        """Counts one microbatch. Args: its mean loss (0-dim) and its weights. No host synchronization."""
+        n, m = weights.used.double(), weights.other.double()
+        total = torch.where(n > 0, loss.detach().double() * n, torch.zeros_like(n))
+        row = torch.stack([n, n * n, n * m, m * m, total])
+        self._counts = row if self._counts is None else self._counts + row
+
+    def finish(self, gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Divides the summed gradients by the number of tokens of the whole step.
+
+        Args:
+            gradients: all gradients of the step, already added up over ranks.
+            group: the loss view; None for a single rank.
+
+        Raises:
+            ValueError: when an earlier step would have been weighted differently under the other label alignment.
+        """
+        self.raise_if_ambiguous()
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        tokens = counts[0]
+        self.step_loss = counts[4] / tokens
+        scale = torch.where(tokens > 0, 1.0 / tokens, torch.zeros_like(tokens))
+        scale_gradients(gradients, scale)
+        self._pending_check = counts
+
+    def raise_if_ambiguous(self) -> None:
+        """Looks at the last step's counts, now that they are surely there (so no step waits for the device)."""
+        counts, self._pending_check = self._pending_check, None
+        if counts is None:
+            return
+        _, nn, nm, mm, _ = counts.tolist()
+        # n and m weigh alike exactly when they are proportional over all microbatches (Cauchy-Schwarz).
+        if nn * mm - nm * nm > 1e-12 * max(nn * mm, 1.0):
+            raise ValueError(
+                "label_alignment=None: microbatches or ranks of this step hold different numbers of valid labels, and whether the "
+                "first label of each row counts changes their weights. Declare label_alignment='aligned' (position i's target "
+                "stands at i: all labels count) or 'shift' or 'huggingface' (it stands at i + 1: the first does not count), or "
+                "return {'loss_sum': ..., 'num_tokens': ...} from training_step"
+            )
+
+
+def scale_gradients(gradients: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
+    """Multiplies gradients in place by a 0-dim tensor."""
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    for key in dict.fromkeys((gradient.dtype, gradient.device) for gradient in local):
+        same = [gradient for gradient in local if (gradient.dtype, gradient.device) == key]
+        torch._foreach_mul_(same, scale.to(device=key[1], dtype=key[0] if key[0] == torch.float64 else torch.float32))
+
+
+def _rows(batch: Any) -> int | None:
+    """Rows of the first tensor with a dim 0 in a nest of mappings and sequences."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else None
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((rows for rows in map(_rows, values) if rows is not None), None)

@@ -1,0 +1,212 @@
+"""The fixed order in which the axes are applied to a model: TP/SP -> recompute -> compile -> FSDP2; then the first values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_megascale.layout import ModelLayout, ModuleInfo, guess_layout, repeated_blocks
+from lightning_megascale.mesh import MeshViews
+from lightning_megascale.parallel.data import apply_data_parallel, sum_gradients, units_of
+from lightning_megascale.plan import ParallelPlan
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass
+class Parallelized:
+    """What was done to a module, kept on it so that fit, validate and test do it once.
+
+    Args:
+        plan, views: the resolved plan and the mesh it was done on.
+        blocks: names of the repeated layers, below the LightningModule.
+        units: all FSDP2 units.
+        partial: ids of the parameters whose gradients are parts of a sum over the tensor-parallel axis.
+        by_user: the module's own ``configure_model`` had applied FSDP2 or tensor parallelism already.
+    """
+
+    plan: ParallelPlan
+    views: MeshViews
+    blocks: tuple[str, ...] = ()
+    units: list[FSDPModule] = field(default_factory=list)
+    partial: set[int] = field(default_factory=set)
+    by_user: bool = False
+
+
+def describe(model: nn.Module) -> list[ModuleInfo]:
+    """The model's modules as data, in module order."""
+    return [
+        ModuleInfo(name, type(module).__name__, tuple((key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None))
+        for name, module in model.named_modules()
+    ]
+
+
+def find_layout(model: nn.Module, given: ModelLayout | Mapping[str, Any] | str) -> ModelLayout | None:
+    """The layout to use: the given one, the model's own ``megascale_layout``, or None."""
+    if isinstance(given, ModelLayout):
+        return given
+    if isinstance(given, Mapping):
+        return ModelLayout.from_dict(given)
+    if given != "auto":
+        raise ValueError(f"layout={given!r}: must be a ModelLayout, a dict of patterns, or 'auto'")
+    return getattr(model, "megascale_layout", None)
+
+
+def block_names(model: nn.Module, layout: ModelLayout | None) -> tuple[str, ...]:
+    """Names of the repeated layers: by the layout, else found."""
+    if layout is not None and layout.blocks:
+        return layout.resolve([name for name, _ in model.named_modules()])["blocks"]
+    return repeated_blocks(describe(model))
+
+
+def check_model(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
+    """A message for every rule that this model violates under this plan. Same on all ranks, no communication."""
+    if plan.tensor_parallel_size > 1 and layout is None:
+        guess = guess_layout(describe(model)).paste()
+        return [
+            f"tensor_parallel_size={plan.tensor_parallel_size} needs to know the roles of the modules of {type(model).__name__}, which "
+            "has no megascale_layout. A guess from its names and shapes, to be read, corrected and given as "
+            f"MegascaleStrategy(layout=...):\n{guess}"
+        ]
+    wrong = []
+    if layout is not None and (plan.tensor_parallel_size > 1 or layout.blocks):
+        wrong += layout.unmatched([name for name, _ in model.named_modules()]) if plan.tensor_parallel_size == 1 else []
+    if plan.tensor_parallel_size > 1:
+        from lightning_megascale.parallel.tensor import check_tensor_parallel
+
+        assert layout is not None
+        wrong += check_tensor_parallel(model, layout, plan.tensor_parallel_size, plan.sequence_parallel)
+    if (plan.activation_checkpointing or plan.compile) and not wrong and not block_names(model, layout):
+        option = "activation_checkpointing" if plan.activation_checkpointing else "compile"
+        wrong.append(
+            f"{option}={getattr(plan, option)!r} works on repeated blocks, and {type(model).__name__} has none that can be found: "
+            "name them with layout=ModelLayout(blocks='...')"
+        )
+    return wrong
+
+
+def parallelize(
+    module: nn.Module,
+    target: nn.Module,
+    plan: ParallelPlan,
+    views: MeshViews,
+    layout: ModelLayout | None,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Parallelized:
+    """Applies every axis of a resolved plan in place.
+
+    Args:
+        module: the LightningModule.
+        target: the child (or the module itself) that layout names refer to.
+        plan, views, layout: what to do, where, and to which modules; already checked with ``check_model``.
+        param_dtype, reduce_dtype: mixed precision, see ``apply_data_parallel``.
+
+    Returns:
+        What was done. The model may still be on the meta device.
+    """
+    done = Parallelized(plan, views)
+    partial: list[str] = []
+    names = block_names(target, layout)
+    blocks = [target.get_submodule(name) for name in names]
+    if views.tensor is not None and plan.tensor_parallel_size > 1:
+        from lightning_megascale.parallel.tensor import apply_tensor_parallel
+
+        assert layout is not None
+        partial = apply_tensor_parallel(
+            target,
+            views.tensor,
+            layout,
+            sequence_parallel=plan.sequence_parallel,
+            recompute=plan.activation_checkpointing,
+            loss_parallel=plan.loss_parallel,
+            compiled=bool(plan.compile),
+        )
+    if plan.compile:
+        for block in blocks:
+            block.compile(**(plan.compile if isinstance(plan.compile, Mapping) else {}))
+    if plan.activation_checkpointing:
+        from lightning_megascale.parallel.recompute import apply_recompute
+
+        apply_recompute(blocks, plan.activation_checkpointing)
+    apply_data_parallel(
+        roots_of(module, target),
+        blocks,
+        views,
+        reshard_after_forward=plan.reshard_after_forward,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cpu_offload=plan.cpu_offload,
+    )
+    prefix = next(name for name, child in module.named_modules() if child is target)
+    done.blocks = tuple(".".join(filter(None, (prefix, name))) for name in names)
+    parameters = dict(target.named_parameters(remove_duplicate=False))
+    done.partial = {id(parameters[name]) for name in partial}
+    record_units(module, done)
+    return done
+
+
+def record_units(module: nn.Module, done: Parallelized) -> None:
+    """Notes the FSDP2 units of a module, and makes all of them sum."""
+    done.units = units_of(module)
+    sum_gradients(done.units)
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """True when something (the user's ``configure_model``) has sharded parameters already."""
+    return any(isinstance(child, FSDPModule) for child in module.modules()) or any(isinstance(p, DTensor) for p in module.parameters())
+
+
+def target_of(module: nn.Module, wanted: str) -> tuple[str, nn.Module]:
+    """The child that is parallelized, with its name ("" for the module itself).
+
+    Args:
+        module: the LightningModule.
+        wanted: a child's name, or "auto": the only child with parameters, else the module itself.
+
+    Raises:
+        ValueError: for a name that is no child.
+    """
+    children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+    if wanted != "auto":
+        try:
+            return wanted, module.get_submodule(wanted)
+        except AttributeError:
+            raise ValueError(f"module={wanted!r}: {type(module).__name__} has no such child; it has {', '.join(children)}") from None
+    own = any(True for _ in module.parameters(recurse=False))
+    if len(children) == 1 and not own:
+        name, child = next(iter(children.items()))
+        if not isinstance(child, _CONTAINERS):
+            return name, child
+    return "", module
+
+
+def roots_of(module: nn.Module, target: nn.Module) -> list[nn.Module]:
+    """The modules whose forward a step calls: the target, or the LightningModule's children, containers opened.
+
+    Parameters that belong to no root (a bare ``nn.Parameter`` of the LightningModule) stay whole on every rank; their
+    gradients are summed once per step (data.py).
+    """
+    if target is not module:
+        outside = [child for _, child in module.named_children() if child is not target and any(True for _ in child.parameters())]
+        return [target, *_opened(outside)]
+    return _opened(list(module.children()))
+
+
+def _opened(children: list[nn.Module]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in children:
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _opened(list(child.children()))
+        elif any(True for _ in child.parameters()) and not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            found.append(child)
+    return found
+
+

@@ -1,0 +1,38 @@
+"""Where random numbers come from: parameters from (seed, name), a microbatch from (seed, batch, data-parallel rank)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from any parts, equal on every machine and in every process."""
+    digest = hashlib.blake2b("\x00".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_microbatch(seed: int, batch: int, data_parallel_rank: int) -> None:
+    """Seeds torch's generators for one forward and backward.
+
+    Ranks that work on the same rows draw the same numbers, so that replicated tensors stay equal under dropout; other rows
+    draw others; and a run that resumes at a batch draws what the uninterrupted run drew there.
+
+    Args:
+        seed: the run's seed.
+        batch: number of training batches before this one.
+        data_parallel_rank: which share of the rows this rank works on.
+    """
+    torch.manual_seed(derive_seed(seed, "microbatch", batch, data_parallel_rank))
+
+
+@contextmanager
+def fork_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seeds torch's generators inside the block and puts their state back afterwards."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,311 @@
+"""ParallelPlan: the sizes of the axes and how the work is cut, as pure data. ``check`` lists every violated rule at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megascale.support import SCHEDULES, refusals
+
+_SIZES = (
+    "data_parallel_replicate_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+)
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "activation_checkpointing": (None, "selective", "full"),
+    "reduce_dtype": ("float32", "bfloat16", None),
+    "reduce_gradients": ("last", "every"),
+    "loss_weight": ("auto", "labels", "samples"),
+    "label_alignment": (None, "aligned", "shift", "huggingface"),
+    "context_parallel_method": ("auto", "ring", "ulysses", "allgather", "ring+ulysses"),
+    "context_parallel_layout": ("auto", "contiguous", "headtail", "packed"),
+}
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a run is spread over the ranks. Axes from outermost to innermost: pp, dp_replicate, dp_shard, cp, tp.
+
+    Args:
+        data_parallel_size: replicate x shard, or "auto": what the other axes leave of the world.
+        data_parallel_replicate_size: copies of the parameters (1: FSDP2, above: HSDP; with shard size 1: plain data parallelism).
+        data_parallel_shard_size: ranks that share one copy of the parameters, or "auto".
+        tensor_parallel_size: ranks that split each layer's heads and features.
+        pipeline_parallel_size, context_parallel_size, expert_parallel_size: see ``support``; 1 switches an axis off.
+        sequence_parallel: norms and dropout on a shard of the sequence (Korthikanti et al. 2022, section 4.2).
+        pipeline_schedule, pipeline_stages_per_rank, pipeline_split: torch's schedule names; see ``support``.
+        microbatch_size: rows of one forward and backward; None: the loader's batch.
+        activation_checkpointing: None, "selective" (keeps matmul and attention outputs), "full" (keeps a block's input),
+            or a set of module classes that are recomputed.
+        activation_offload: kept activations go to host memory.
+        reshard_after_forward: FSDP2's argument; "auto" frees a block's parameters after its forward, the root's not.
+        reduce_gradients: under gradient accumulation, "last" reduces once (unsharded gradients stay in memory), "every" after
+            each microbatch (sharded gradients, more communication).
+        reduce_dtype: dtype in which gradients are summed over ranks under mixed precision; None: that of the parameters.
+        cpu_offload: parameters, gradients and optimizer state live in host memory (needs an accelerator).
+        compile: False, True, or the arguments of ``torch.compile``; applied to each block.
+        loss_weight: how a scalar mean is weighted over microbatches and ranks: "labels", "samples", or "auto".
+        label_alignment: where position i's target stands: "aligned" (at i) or "shift"/"huggingface" (at i + 1).
+        global_batch_size: rows of one optimizer step over all ranks; accumulation is derived from it.
+        allow_batch_change: lets a resume change the global batch.
+    """
+
+    data_parallel_size: int | str = "auto"
+    data_parallel_replicate_size: int = 1
+    data_parallel_shard_size: int | str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    sequence_parallel: bool = False
+    pipeline_schedule: str = "1F1B"
+    pipeline_stages_per_rank: int = 1
+    pipeline_split: Any = "auto"
+    microbatch_size: int | None = None
+    activation_checkpointing: Any = None
+    activation_offload: bool = False
+    reshard_after_forward: bool | int | str = "auto"
+    reduce_gradients: str = "last"
+    reduce_dtype: str | None = "float32"
+    cpu_offload: bool = False
+    compile: Any = False
+    context_parallel_method: str = "auto"
+    context_parallel_layout: str = "auto"
+    expert_dispatcher: str = "auto"
+    attention_backend: str = "auto"
+    loss_weight: str = "auto"
+    label_alignment: str | None = None
+    loss_parallel: bool = False
+    global_batch_size: int | None = None
+    allow_batch_change: bool = False
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ParallelPlan:
+        """A plan from keyword values.
+
+        Raises:
+            ValueError: for a name that is no field, with the nearest one.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1, cutoff=0.3)
+                raise ValueError(f"a plan has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        return cls(**values)
+
+    def resolve(self, world_size: int) -> ParallelPlan:
+        """The same plan with every "auto" size filled in.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            ValueError: listing every violated rule, each with the nearest legal values.
+        """
+        wrong = self.check(world_size)
+        if wrong:
+            lines = "\n".join(f"  - {message}" for message in wrong)
+            raise ValueError(f"this parallel plan cannot run on {world_size} rank{'s'[: world_size != 1]}:\n{lines}")
+        replicate, shard = self._data_parallel(world_size)
+        return dataclasses.replace(
+            self, data_parallel_size=replicate * shard, data_parallel_replicate_size=replicate, data_parallel_shard_size=shard
+        )
+
+    def check(self, world_size: int) -> list[str]:
+        """A message for every violated rule; empty when the plan can run on ``world_size`` ranks. No process group needed."""
+        wrong = self._check_values()
+        if not wrong:
+            wrong = self._check_world(world_size)
+        return wrong + refusals(self)
+
+    def check_without_world(self) -> list[str]:
+        """The rules that hold for any number of ranks."""
+        wrong = self._check_values()
+        return (wrong or self._check_options()) + refusals(self)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same rows: pp x cp x tp."""
+        return self.pipeline_parallel_size * self.context_parallel_size * self.tensor_parallel_size
+
+    @property
+    def fsdp_size(self) -> int:
+        """Size of the ``fsdp`` view, dp_shard x cp. Only after ``resolve``."""
+        assert isinstance(self.data_parallel_shard_size, int)
+        return self.data_parallel_shard_size * self.context_parallel_size
+
+    def summary(self) -> str:
+        """One line: the axes above 1 and the options that are on. Only after ``resolve``."""
+        axes = {
+            "dp_replicate": self.data_parallel_replicate_size,
+            "dp_shard": self.data_parallel_shard_size,
+            "tp": self.tensor_parallel_size,
+            "pp": self.pipeline_parallel_size,
+            "cp": self.context_parallel_size,
+            "ep": self.expert_parallel_size,
+        }
+        parts = [f"{name} {size}" for name, size in axes.items() if size != 1] or ["one rank"]
+        parts += ["sequence parallel"] if self.sequence_parallel else []
+        if self.activation_checkpointing:
+            named = isinstance(self.activation_checkpointing, str)
+            parts.append(f"{self.activation_checkpointing if named else 'chosen'} checkpointing")
+        parts += ["compiled"] if self.compile else []
+        return ", ".join(parts)
+
+    def _check_values(self) -> list[str]:
+        wrong = []
+        for name in (*_SIZES, "pipeline_stages_per_rank"):
+            value = getattr(self, name)
+            if not _is_size(value):
+                wrong.append(f"{name}={value!r}: must be a whole number of at least 1")
+        for name in ("data_parallel_size", "data_parallel_shard_size"):
+            value = getattr(self, name)
+            if value != "auto" and not _is_size(value):
+                wrong.append(f"{name}={value!r}: must be 'auto' or a whole number of at least 1")
+        for name in ("microbatch_size", "global_batch_size"):
+            value = getattr(self, name)
+            if value is not None and not _is_size(value):
+                wrong.append(f"{name}={value!r}: must be None or a whole number of at least 1")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if isinstance(value, (set, frozenset, list, tuple)) and name == "activation_checkpointing":
+                if not value or not all(isinstance(kind, type) for kind in value):
+                    wrong.append(f"{name}={value!r}: a set must hold module classes, such as {{MyBlock}}")
+            elif value not in choices:
+                near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                wrong.append(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}{hint}")
+        if not isinstance(self.compile, (bool, Mapping)):
+            wrong.append(f"compile={self.compile!r}: must be False, True or a dict of torch.compile's arguments")
+        reshard = self.reshard_after_forward
+        if not (reshard == "auto" or isinstance(reshard, bool) or _is_size(reshard)):
+            wrong.append(f"reshard_after_forward={reshard!r}: must be 'auto', True, False or a group size")
+        if self.pipeline_schedule.lower() not in {name.lower() for name in SCHEDULES}:
+            wrong.append(f"pipeline_schedule={self.pipeline_schedule!r}: must be one of {', '.join(SCHEDULES)}")
+        for name in ("sequence_parallel", "activation_offload", "cpu_offload", "allow_batch_change", "loss_parallel"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append(f"{name}={getattr(self, name)!r}: must be True or False")
+        return wrong
+
+    def _check_world(self, world_size: int) -> list[str]:
+        wrong = []
+        others = self.model_parallel_size
+        if world_size % others:
+            used = " x ".join(
+                f"{name}={getattr(self, name)}"
+                for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+                if getattr(self, name) > 1
+            )
+            tensor = f"; nearest tensor_parallel_size: {_near_divisors(world_size, self.tensor_parallel_size)}"
+            wrong.append(f"{used} = {others} does not divide the {world_size} ranks: use a multiple of {others} ranks{tensor}")
+        else:
+            replicate, shard = self._data_parallel(world_size)
+            if replicate * shard * others != world_size:
+                left = world_size // others
+                wrong.append(
+                    f"data_parallel_replicate_size={self.data_parallel_replicate_size} x "
+                    f"data_parallel_shard_size={self.data_parallel_shard_size} with data_parallel_size={self.data_parallel_size}: "
+                    f"the other axes leave {left} rank{'s'[: left != 1]} for data parallelism; nearest "
+                    f"data_parallel_replicate_size: {_near_divisors(left, self.data_parallel_replicate_size)}, "
+                    "and leave data_parallel_size and data_parallel_shard_size at 'auto'"
+                )
+            elif self.expert_parallel_size > 1 and (world_size // self.pipeline_parallel_size // replicate) % self.expert_parallel_size:
+                size = world_size // self.pipeline_parallel_size // replicate
+                wrong.append(
+                    f"expert_parallel_size={self.expert_parallel_size} must divide dp_shard x cp x tp = {size}: "
+                    f"nearest {_near_divisors(size, self.expert_parallel_size)}"
+                )
+            elif _is_size(self.reshard_after_forward) and self.reshard_after_forward is not True:
+                size = shard * self.context_parallel_size
+                if size % self.reshard_after_forward or self.reshard_after_forward in (1, size):
+                    wrong.append(
+                        f"reshard_after_forward={self.reshard_after_forward}: a group size must divide dp_shard x cp = {size} "
+                        "and differ from 1 and from it; True and False are the two ends"
+                    )
+        wrong += self._check_options()
+        if self.global_batch_size is not None and not wrong:
+            wrong += self._check_batch(world_size)
+        return wrong
+
+    def _check_options(self) -> list[str]:
+        wrong = []
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            wrong.append(
+                "sequence_parallel=True needs tensor_parallel_size above 1 (it shards norms over the tensor-parallel axis); "
+                "for long sequences see context_parallel_size"
+            )
+        if self.loss_parallel and self.tensor_parallel_size == 1:
+            wrong.append("loss_parallel=True needs tensor_parallel_size above 1: nothing shards the vocabulary otherwise")
+        if (self.global_batch_size is None) != (self.microbatch_size is None):
+            wrong.append(
+                f"global_batch_size={self.global_batch_size} and microbatch_size={self.microbatch_size}: give both (the accumulation is "
+                "derived from them) or neither (the loader's batch and accumulate_grad_batches hold)"
+            )
+        return wrong
+
+    def _check_batch(self, world_size: int) -> list[str]:
+        replicate, shard = self._data_parallel(world_size)
+        assert self.global_batch_size is not None and self.microbatch_size is not None
+        unit = self.microbatch_size * replicate * shard
+        if self.global_batch_size % unit == 0:
+            return []
+        below = self.global_batch_size // unit * unit
+        near = f"{below} or {below + unit}" if below else f"{unit}"
+        return [
+            f"global_batch_size={self.global_batch_size} is no multiple of microbatch_size {self.microbatch_size} x data-parallel size "
+            f"{replicate * shard} = {unit}: nearest {near}"
+        ]
+
+    def _data_parallel(self, world_size: int) -> tuple[int, int]:
+        """(replicate, shard), "auto" filled in; the product may be wrong, which ``check`` reports."""
+        left = world_size // self.model_parallel_size
+        replicate, shard, total = self.data_parallel_replicate_size, self.data_parallel_shard_size, self.data_parallel_size
+        if total != "auto":
+            left = int(total)
+        if shard == "auto":
+            return replicate, max(1, left // replicate)
+        if total != "auto" and replicate * int(shard) != total:
+            return 0, 0
+        return replicate, int(shard)
+
+
+def batch_arithmetic(plan: ParallelPlan, loader_batch_size: int | None = None) -> tuple[int, int, str]:
+    """Microbatch rows, accumulation and the printed line of a resolved plan with a global batch.
+
+    Args:
+        plan: a resolved plan with ``global_batch_size``.
+        loader_batch_size: rows the loader gives each data-parallel rank; None: the plan's microbatch.
+
+    Returns:
+        (rows per forward, batches to accumulate, line such as ``64 = micro 8 x accumulation 4 x dp 2``).
+
+    Raises:
+        ValueError: when the numbers do not multiply out.
+    """
+    micro = loader_batch_size or plan.microbatch_size or 1
+    data = int(plan.data_parallel_size)
+    total = plan.global_batch_size or micro * data
+    if total % (micro * data):
+        below = total // (micro * data) * micro * data
+        near = f"{below} or {below + micro * data}" if below else f"{micro * data}"
+        raise ValueError(f"global_batch_size={total} is no multiple of batch {micro} x data-parallel size {data}: nearest {near}")
+    accumulation = total // (micro * data)
+    return micro, accumulation, f"{total} = micro {micro} x accumulation {accumulation} x dp {data}"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _near_divisors(number: int, wanted: int) -> str:
+    """The divisors of ``number`` on both sides of ``wanted``."""
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    below = [size for size in divisors if size <= wanted][-1:]
+    above = [size for size in divisors if size > wanted][:1]
+    return " or ".join(map(str, below + above))

@@ -1,0 +1,131 @@
+"""Refusals: each says the name, the value, the rule and the remedy, on all ranks alike, before anything can hang."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from torch import nn
+
+from lightning_megascale.parallel.loss_scale import _rows
+from lightning_megascale.plan import ParallelPlan
+
+
+def raise_all(wrong: list[str], what: str) -> None:
+    """One ValueError for all messages."""
+    if wrong:
+        raise ValueError(f"{what} cannot be parallelized as asked:\n" + "\n".join(f"  - {message}" for message in wrong))
+
+
+def plan_from(values: Mapping[str, Any], strategy: type) -> ParallelPlan:
+    """A plan from the strategy's keyword arguments; a wrong name gets the nearest of plan and strategy."""
+    known = [field.name for field in fields(ParallelPlan)]
+    others = [name for name in inspect.signature(strategy.__init__).parameters if name not in ("self", "sizes")]  # type: ignore[misc]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known + others, 1, cutoff=0.3)
+            raise ValueError(f"MegascaleStrategy has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return ParallelPlan(**values)
+
+
+def check_values(plan: ParallelPlan) -> None:
+    """What can be told without knowing the number of ranks is told at once."""
+    wrong = plan.check_without_world()
+    if wrong:
+        raise ValueError("this parallel plan cannot run:\n" + "\n".join(f"  - {message}" for message in wrong))
+
+
+def refuse_notebook(cluster_environment: Any) -> None:
+    """Lightning would re-run a script that a notebook does not have."""
+    if _IS_INTERACTIVE and not getattr(cluster_environment, "creates_processes_externally", True):
+        raise ValueError(
+            "MegascaleStrategy starts its ranks from a script, and this is a notebook or an interactive shell: put the code in a file and "
+            "run `python train.py` or `torchrun --nproc-per-node=N train.py`, or use `megascale train`"
+        )
+
+
+def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
+    """Trainer options that contradict the plan."""
+    trainer = module.trainer
+    wrong = []
+    if plan.cpu_offload and trainer.strategy.root_device.type == "cpu":
+        wrong.append("cpu_offload=True needs an accelerator whose memory it relieves; this run is on the CPU: leave it False")
+    if plan.global_batch_size is not None and not module.automatic_optimization:
+        wrong.append(
+            "global_batch_size is given and the module uses manual optimization, whose steps it takes itself: leave it None, or use "
+            "automatic optimization"
+        )
+    raise_all(wrong, type(module).__name__)
+
+
+def check_rows(batch: Any, plan: ParallelPlan) -> None:
+    """With a global batch, a loader's batch has the microbatch's rows."""
+    if plan.microbatch_size is None:
+        return
+    rows = _rows(batch)
+    if rows is not None and rows != plan.microbatch_size:
+        raise ValueError(
+            f"the loader gave {rows} rows and microbatch_size={plan.microbatch_size}: the accumulation derived from global_batch_size holds "
+            "for full batches only; set the loader's batch_size to it and drop_last=True"
+        )
+
+
+def refuse_other_plan(done: ParallelPlan, wanted: ParallelPlan) -> None:
+    """A module is parallelized once."""
+    differing = [field.name for field in fields(ParallelPlan) if getattr(done, field.name) != getattr(wanted, field.name)]
+    if differing:
+        raise ValueError(
+            f"this LightningModule was already parallelized under another plan (differing: {', '.join(differing)}): build a new module for a "
+            "new plan, and load a checkpoint into it"
+        )
+
+
+def refuse_options_of_parallel_module(plan: ParallelPlan) -> None:
+    """A ``configure_model`` that shards by itself leaves nothing for these options to act on."""
+    given = [name for name in ("activation_checkpointing", "compile", "sequence_parallel", "cpu_offload") if getattr(plan, name)]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: the module's own configure_model has applied fully_shard or parallelize_module already, so the strategy "
+            "cannot add this; apply it there, or leave the parallelization to MegascaleStrategy"
+        )
+
+
+def check_gradients(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """After the first backward no trainable parameter may be without a gradient."""
+    stepped = {id(parameter) for parameter in parameters}
+    missing = [
+        name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter.grad is None and id(parameter) in stepped
+    ]
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise ValueError(
+            f"after the first backward these trainable parameters have no gradient: {shown}. They would never train, and no error would tell. "
+            "If the loss does not use them, freeze them with requires_grad_(False)"
+        )
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Optimizers that look at whole parameters compute something else on shards."""
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        if type(inner).__name__ in ("LBFGS", "Adafactor", "SparseAdam", "Muon", "Shampoo"):
+            raise ValueError(
+                f"optimizer {type(inner).__name__} looks at whole tensors or at all parameters together, which no test proves on shards: "
+                "use an element-wise one such as AdamW, Adam, SGD, RMSprop or Adagrad"
+            )
+
+
+def refuse_batch_change(saved: Mapping[str, Any], plan: ParallelPlan) -> None:
+    """The global batch belongs to the run, not to the plan."""
+    before, now = saved.get("global_batch_size"), plan.global_batch_size
+    if before is not None and now is not None and before != now and not plan.allow_batch_change:
+        raise ValueError(
+            f"global_batch_size={now}, and the checkpoint was trained with {before}: a resume keeps the global batch. Set it to {before}, or "
+            "allow_batch_change=True if the change is meant"
+        )

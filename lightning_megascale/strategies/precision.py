@@ -1,0 +1,58 @@
+"""Lightning's precision choice for sharded models: dtypes go to FSDP2, autocast stays out, clipping sees every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch.optim import Optimizer
+
+from lightning_megascale.parallel.clip import clip_grad_norm_
+
+
+class ShardedMixedPrecision(Precision):
+    """``precision="bf16-mixed"`` without autocast: FSDP2 gathers and computes in bfloat16, keeps float32 parameters and optimizer.
+
+    Autocast over FSDP2 would gather float32 parameters and cast them on each use: twice the bytes for the same numbers.
+    """
+
+    precision = "bf16-mixed"
+    param_dtype = torch.bfloat16
+
+
+def for_sharded_model(plugin: Precision) -> tuple[Precision, torch.dtype | None]:
+    """The plugin to use with FSDP2 in place of Lightning's choice, and FSDP2's ``param_dtype``.
+
+    Raises:
+        ValueError: for float16 autocast, whose loss scaler knows nothing of shards.
+    """
+    if isinstance(plugin, MixedPrecision):
+        if plugin.precision != "bf16-mixed":
+            raise ValueError(
+                f"precision={plugin.precision!r}: its loss scaler does not work on sharded gradients; use 'bf16-mixed', 'bf16-true' or '32-true'"
+            )
+        return ShardedMixedPrecision(), ShardedMixedPrecision.param_dtype
+    return plugin, getattr(plugin, "param_dtype", None)
+
+
+def install_clipping(plugin: Precision, seen: Callable[[torch.Tensor], None]) -> None:
+    """Lets the plugin clip over several meshes; torch's own function fails on them.
+
+    Args:
+        plugin: any precision plugin.
+        seen: is given the norm before clipping.
+    """
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        seen(clip_grad_norm_(plugin.main_params(optimizer), float(clip_val)))
+
+    def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        for parameter in plugin.main_params(optimizer):
+            if parameter.grad is not None:
+                local: Any = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+                local.clamp_(-clip_val, clip_val)
+
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+    plugin.clip_grad_by_value = clip_grad_by_value  # type: ignore[method-assign]

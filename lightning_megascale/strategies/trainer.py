@@ -1,0 +1,400 @@
+"""MegascaleStrategy: the only place where plan, layout and model meet Lightning. It calls; the axes live in parallel/."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megascale.layout import ModelLayout
+from lightning_megascale.mesh import MeshViews, build_mesh, compatible_mesh
+from lightning_megascale.parallel.data import Remaining, postponed_reduction, reduce_remaining, remaining
+from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
+from lightning_megascale.parallel.loss_scale import LossScale, Weights, weigh, weighted
+from lightning_megascale.parallel.parallelize import (
+    Parallelized,
+    check_model,
+    find_layout,
+    is_parallel,
+    parallelize,
+    record_units,
+    target_of,
+)
+from lightning_megascale.parallel.rng import seed_microbatch
+from lightning_megascale.plan import ParallelPlan, batch_arithmetic
+from lightning_megascale.strategies import checkpoint as checkpoints
+from lightning_megascale.strategies import guards
+from lightning_megascale.strategies.precision import for_sharded_model, install_clipping
+from lightning_megascale.strategies.steps import read_output
+
+log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, None: None}
+
+
+class MegascaleStrategy(ModelParallelStrategy):
+    """Runs an unmodified LightningModule over several ranks, with the numbers of one device.
+
+    Args:
+        plan: a ``ParallelPlan``; or give its fields as keyword arguments, not both.
+        module: which child of the LightningModule is parallelized; "auto": the one with parameters, else the module itself.
+        layout: a ``ModelLayout``, a dict of patterns, or "auto": the model's ``megascale_layout``. FSDP2 alone needs none.
+        placement: which global rank stands at each place of the mesh, a permutation of all ranks; None: rank i at place i.
+        save_distributed_checkpoint, process_group_backend, timeout: as in Lightning's ``ModelParallelStrategy``.
+        **sizes: the fields of ``ParallelPlan``, such as ``tensor_parallel_size=8``.
+
+    Raises:
+        ValueError: before anything is started, naming every argument that is wrong with its value, rule and remedy.
+    """
+
+    accepts_loss_sum = True
+
+    def __init__(
+        self,
+        *,
+        plan: ParallelPlan | Mapping[str, Any] | None = None,
+        module: str = "auto",
+        layout: ModelLayout | Mapping[str, Any] | str = "auto",
+        placement: Sequence[int] | Tensor | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **sizes: Any,
+    ) -> None:
+        if plan is not None and sizes:
+            raise ValueError(f"give the plan or its fields, not both: plan=... and {', '.join(sizes)}")
+        if isinstance(layout, Mapping):
+            layout = ModelLayout.from_dict(layout)
+        elif not isinstance(layout, ModelLayout) and layout != "auto":
+            raise ValueError(f"layout={layout!r}: must be a ModelLayout, a dict of patterns, or 'auto'")
+        self.plan = plan if isinstance(plan, ParallelPlan) else guards.plan_from(plan or sizes, MegascaleStrategy)
+        guards.check_values(self.plan)
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend, timeout=timeout
+        )
+        self._module_name, self._layout, self._placement = module, layout, placement
+        self._views: MeshViews | None = None
+        self._done: Parallelized | None = None
+        self._seed = 0
+        self._scale = LossScale()
+        self._weights: Weights | None = None
+        self._batch: Any = None
+        self._remaining: dict[int, tuple[int, Remaining, list[torch.nn.Parameter]]] = {}
+        self._gradients_checked = False
+        self.grad_norm: Tensor | None = None
+        """Norm of the last step's gradients before clipping (0-dim, equal on all ranks), or None without clipping."""
+
+    # ---- ranks and mesh ------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh_views(self) -> MeshViews:
+        if self._views is None:
+            raise RuntimeError("the mesh exists once the Trainer has started its processes (from setup() on)")
+        return self._views
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the rows this rank works on: the same for its tensor-parallel peers."""
+        return self.mesh_views.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of different shares of the rows: dp_replicate x dp_shard."""
+        return self.mesh_views.data_parallel_size
+
+    @property
+    def step_loss(self) -> Tensor | None:
+        """Exact mean loss of the last optimizer step over all its tokens, microbatches and ranks (0-dim); None before the first."""
+        return self._scale.step_loss
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def _configure_launcher(self) -> None:
+        guards.refuse_notebook(self.cluster_environment)
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        self.plan = self.plan.resolve(self.world_size)  # raises on every rank before a process group exists
+        assert self.lightning_module is not None
+        guards.check_trainer(self.lightning_module, self.plan)
+        self._setup_distributed()
+        own_mesh = is_overridden("configure_model", self.lightning_module)
+        self._views = build_mesh(self.plan, self.root_device.type, self._placement, keep=("tp",) if own_mesh else ())
+        self._device_mesh = compatible_mesh(self._views) if own_mesh else self._views.root
+        self.lightning_module._device_mesh = self._device_mesh
+        self._seed = int(self.broadcast(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**63))
+        seed_microbatch(self._seed, -1, self.data_parallel_rank)  # tensor-parallel peers draw alike from here on
+
+    # ---- the model -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.model is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._use_no_grad_for_evaluation(trainer)
+        plugin, param_dtype = for_sharded_model(self.precision_plugin)
+        self.precision_plugin = plugin
+        install_clipping(plugin, self._note_norm)
+        self._parallelize(param_dtype)
+        self._set_metric_groups()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._derive_accumulation(trainer)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _parallelize(self, param_dtype: torch.dtype | None) -> None:
+        """Applies the plan to the LightningModule, once in its life."""
+        module = self.lightning_module
+        assert module is not None
+        known = module.__dict__.get("_megascale")
+        if known is not None:
+            guards.refuse_other_plan(known.plan, self.plan)
+            self._done, self._views = known, known.views
+            return
+        self.model = self.precision_plugin.convert_module(module)
+        if is_parallel(module):
+            self._done = Parallelized(self.plan, self.mesh_views, by_user=True)
+            guards.refuse_options_of_parallel_module(self.plan)
+            materialize(module, self.root_device, self._seed)
+            record_units(module, self._done)
+        else:
+            self._parallelize_from_layout(param_dtype)
+        self.model_to_device()
+        module.__dict__["_megascale"] = self._done  # not an attribute of nn.Module: it must not reach the state dict
+
+    def _parallelize_from_layout(self, param_dtype: torch.dtype | None) -> None:
+        module = self.lightning_module
+        assert module is not None
+        name, target = target_of(module, self._module_name)
+        layout = find_layout(target, self._layout)
+        guards.raise_all(check_model(target, self.plan, layout), type(module).__name__)
+        if not on_meta(module) and not same_on_all_ranks(module, self.root_device):
+            rank_zero_info("ranks built different first values (no seed_everything?): all take those of rank 0")
+            broadcast_from_first(module, self.root_device)
+        self._done = parallelize(
+            module, target, self.plan, self.mesh_views, layout, param_dtype=param_dtype, reduce_dtype=_DTYPES[self.plan.reduce_dtype]
+        )
+        if on_meta(module):
+            materialize(target, self.root_device, self._seed)
+            materialize(module, self.root_device, self._seed)
+        units = f"{len(self._done.blocks)} blocks ({self._done.blocks[0]} ...)" if self._done.blocks else "no repeated blocks found"
+        log.info("plan: %s; %s is sharded as %s and its rest", self.plan.summary(), name or type(module).__name__, units)
+
+    def _use_no_grad_for_evaluation(self, trainer: pl.Trainer) -> None:
+        """FSDP2's and DTensor's views cannot be made under inference_mode; no_grad gives the same numbers."""
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+
+    def _set_metric_groups(self) -> None:
+        """torchmetrics objects reduce over those who see other rows, not over all ranks."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if hasattr(module, "process_group") and hasattr(module, "dist_sync_fn") and module.process_group is None:
+                module.process_group = self.mesh_views.batch.get_group()
+
+    def _derive_accumulation(self, trainer: pl.Trainer) -> None:
+        """Accumulation follows from the global batch."""
+        if self.plan.global_batch_size is None:
+            return
+        _, accumulation, line = batch_arithmetic(self.plan)
+        if trainer.accumulate_grad_batches not in (1, accumulation):
+            raise ValueError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} contradicts global_batch_size: {line}; "
+                "leave accumulate_grad_batches at 1, it is derived"
+            )
+        trainer.accumulate_grad_batches = accumulation
+        rank_zero_info(f"batch: {line}")
+
+    # ---- a step --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        batch = args[0] if args else next(iter(kwargs.values()))
+        guards.check_rows(batch, self.plan)
+        seed_microbatch(self._seed, module.trainer.fit_loop.epoch_loop.total_batch_idx, self.data_parallel_rank)
+        self._batch = batch
+        output, loss, weights = read_output(super().training_step(*args, **kwargs))
+        self._weights = None
+        if loss is not None and loss.requires_grad:
+            self._weights = weights or self._weigh(batch)
+            if module.automatic_optimization and self._weights is not None:
+                self._scale.add(loss, self._weights)
+        return output
+
+    def _weigh(self, batch: Any) -> Weights | None:
+        assert self.lightning_module is not None
+        weights = weigh(batch, self.plan.loss_weight, self.plan.label_alignment, self.root_device)
+        if weights is None and (self.data_parallel_size > 1 or self.lightning_module.trainer.accumulate_grad_batches > 1):
+            raise ValueError(
+                "training_step returns a scalar mean, and this batch tells neither labels nor rows, so its weight against other "
+                "ranks and microbatches is unknown: put a tensor with a row dimension in the batch, or return "
+                "{'loss_sum': ..., 'num_tokens': ...}"
+            )
+        return weights
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.precision_plugin.backward(self._weighted(closure_loss), module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _weighted(self, loss: Tensor) -> Tensor:
+        """The loss as a sum over what it counts (automatic), or already as its share of the global mean (manual)."""
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization:
+            loss = loss * module.trainer.accumulate_grad_batches  # Lightning divided by it
+            return loss if self._weights is None else weighted(loss, self._weights.used)
+        weights = self._weights or self._weigh(self._batch)
+        if weights is None or self.mesh_views.loss.size() == 1:
+            return loss
+        total = weights.used.clone()
+        torch.distributed.all_reduce(total, group=self.mesh_views.loss.get_group())
+        return weighted(loss, weights.used / total)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def closure_and_reductions() -> Any:
+            result = closure()
+            self._finish_gradients(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
+
+    def _finish_gradients(self, optimizer: Optimizer) -> None:
+        """What stands between the last backward of a step and every reader of gradients: open sums, then the one scale."""
+        module = self.lightning_module
+        assert module is not None
+        over, parameters = self._remaining_of(optimizer)
+        if module.automatic_optimization and not self._gradients_checked:
+            guards.check_gradients(module, parameters)
+            self._gradients_checked = True
+        reduce_remaining(over, parameters, self.mesh_views)
+        if module.automatic_optimization:
+            group = self.mesh_views.loss.get_group() if self.mesh_views.loss.size() > 1 else None
+            self._scale.finish([parameter.grad for parameter in parameters if parameter.grad is not None], group)
+
+    def _remaining_of(self, optimizer: Optimizer) -> tuple[Remaining, list[torch.nn.Parameter]]:
+        """The optimizer's parameters and the sums they still need; looked up again when parameters were added."""
+        assert self._done is not None
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = self._remaining.get(id(optimizer))
+        if known is None or known[0] != len(parameters):
+            known = (len(parameters), remaining(parameters, self._done.partial, self.mesh_views), parameters)
+            self._remaining[id(optimizer)] = known
+        return known[1], known[2]
+
+    def _note_norm(self, norm: Tensor) -> None:
+        self.grad_norm = norm
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self._done is not None
+        with postponed_reduction(self._done.units, last_only=self.plan.reduce_gradients == "last"):
+            yield
+
+    # ---- data and metrics ----------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Workers are seeded by the share of rows they load, so tensor-parallel peers augment alike."""
+        if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", ...) is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)  # type: ignore[attr-defined]
+        return super().process_dataloader(dataloader)
+
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Over the ranks that count other tokens, unless a group is given."""
+        return super().reduce(tensor, group if group is not None else self.mesh_views.loss.get_group(), reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks: whoever stops, stops with everybody."""
+        value = torch.tensor(int(decision), device=self.root_device)
+        op = torch.distributed.ReduceOp.MIN if all else torch.distributed.ReduceOp.MAX
+        torch.distributed.all_reduce(value, op)
+        return bool(value.item())
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Over the ranks that see other rows, unless a group is given."""
+        return super().all_gather(tensor, group if group is not None else self.mesh_views.batch.get_group(), sync_grads)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._remaining.clear()
+        guards.check_optimizers(self.optimizers)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}  # save_checkpoint takes it from the optimizer itself, sharded and by name
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise ValueError("storage_options is not used: a checkpoint is a folder written by torch.distributed.checkpoint")
+        assert self.lightning_module is not None
+        checkpoint["megascale"] = {"plan": dataclasses.asdict(self.plan) | {"activation_checkpointing": None, "compile": False}}
+        path = self.broadcast(str(filepath))
+        arguments = (checkpoint, self.lightning_module, self._raw_optimizers() if "optimizer_states" in checkpoint else [])
+        if not self._save_distributed_checkpoint:
+            checkpoints.save_single_file(path, *arguments)
+            return
+        peers = self.plan.model_parallel_size
+        first = peers == 1 or torch.distributed.get_rank() == int(self._first_of_data_rank())
+        checkpoints.save(path, *arguments, data_parallel_rank=self.data_parallel_rank, is_first_of_data_rank=first)
+
+    def _first_of_data_rank(self) -> int:
+        """Lowest global rank among those that share this rank's rows."""
+        tensor = self.mesh_views.tensor
+        return torch.distributed.get_rank() if tensor is None else int(tensor.mesh.min())
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        path = self.broadcast(str(checkpoint_path))
+        found = checkpoints.read_metadata(path) if os.path.isdir(path) else {}
+        guards.refuse_batch_change(found.get("megascale", {}).get("plan", {}), self.plan)
+        return checkpoints.load(
+            path,
+            self.lightning_module,
+            self._raw_optimizers(),
+            data_parallel_rank=self.data_parallel_rank,
+            strict=self.lightning_module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    def _raw_optimizers(self) -> list[Optimizer]:
+        return [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(str(filepath))
+
+    def teardown(self) -> None:
+        self._scale.raise_if_ambiguous()
+        super().teardown()
