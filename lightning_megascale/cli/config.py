@@ -20,6 +20,7 @@ CONF, RECIPES = ROOT / "conf", ROOT / "recipes"
 class RunConfig:
     name: str = "${hydra:runtime.choices.recipe}"
     dir: str = "runs/${run.name}"
+    next: list[str] = field(default_factory=list)  # commands to try when it is finished
 
 
 @dataclass

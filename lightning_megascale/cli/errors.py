@@ -86,11 +86,9 @@ def unknown_key(full_key: str, known: Iterable[str]) -> str:
     known = list(known)
     parent, _, leaf = full_key.rpartition(".")
     siblings = [key for key in known if key.rpartition(".")[0] == parent]
-    hint = nearest(full_key, siblings)
-    if not hint:  # the right word in the wrong place, such as lr=1e-3
-        same = [key for key in known if key.rpartition(".")[2] == leaf]
-        hint = f"; did you mean {same[0]!r}?" if same else nearest(full_key, known)
-    elsewhere = f" Keys of {parent}: {', '.join(key.rpartition('.')[2] for key in siblings)}" if siblings and parent and not hint else ""
+    same = [key for key in known if key.rpartition(".")[2] == leaf]  # the right word in the wrong place, such as lr=1e-3
+    hint = f"; did you mean {same[0]!r}?" if same else nearest(full_key, siblings) or nearest(full_key, known)
+    elsewhere = f"; keys of {parent}: {', '.join(key.rpartition('.')[2] for key in siblings)}" if siblings and parent and not hint else ""
     return f"there is no key {full_key!r}{hint}{elsewhere}"
 
 
@@ -123,8 +121,8 @@ def _missing_config(error: Any) -> str:
         from lightning_megascale.cli.config import recipe_names
 
         options = recipe_names()
-    listed = f" Choose one of: {', '.join(options)}" if options else ""
-    own = "; own recipes: recipe=NAME --config-dir FOLDER" if group == "recipe" else ""
+    listed = f"\nThere are: {', '.join(options)}" if options else ""
+    own = "\nRecipes of your own: recipe=NAME --config-dir FOLDER" if group == "recipe" else ""
     return f"there is no {group} {name!r}{nearest(name, options)}{listed}{own}"
 
 

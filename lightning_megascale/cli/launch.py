@@ -25,6 +25,7 @@ _RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SLURM_STEP_ID", "OMPI_C
 _LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|DistNetworkError|ncclRemoteError|connectFullMesh failed|recv, remote")
 _PRELOAD = ["torch", "lightning.pytorch", "torch.distributed.elastic.multiprocessing.api", "lightning_megascale.cli.preload"]
 _KEPT_LOGS = 5
+_OURS, _USER_ERROR = "MEGASCALE_PARENT", "user_error.txt"
 _SIGNAL_EXIT_CODES = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 
 
@@ -72,6 +73,7 @@ def warm_up(ranks: int, start_method: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # One store for all restarts leaves the last attempt's addresses in it (pytorch #135712): each attempt gets a fresh one.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ[_OURS] = str(os.getpid())
     if start_method == "forkserver":
         from multiprocessing import forkserver
 
@@ -132,16 +134,21 @@ def _prune(logs: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def report_user_error(message: str) -> None:
-    """Called on a rank: leaves the message for the parent, or prints it here when this process has no parent of ours.
+def report_user_error(message: str, run_dir: str) -> None:
+    """Called on a rank: leaves the message for the parent, or prints it here when no parent of ours waits for it.
 
-    Inside somebody else's launcher the first rank that claims the start's marker file prints; the others stay silent.
+    Inside somebody else's launcher all ranks of a node share a parent: the first to claim a file of that name prints.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if os.environ.get("MEGASCALE_LAUNCHED") and error_file:
-        Path(error_file).with_name("user_error.txt").write_text(message)
-    elif rank() == 0:
-        print(f"megascale: {message}", file=sys.stderr, flush=True)
+    if os.environ.get(_OURS):
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_USER_ERROR).write_text(message)
+        return
+    claim = Path(run_dir) / "logs" / f".{_USER_ERROR}.{os.getppid()}.{attempt()}"
+    claim.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    print(f"megascale: {message}", file=sys.stderr, flush=True)
 
 
 def describe_failure(error: Any) -> tuple[str, int]:
@@ -158,7 +165,7 @@ def describe_failure(error: Any) -> tuple[str, int]:
     """
     seen_rank, failure = error.get_first_failure()
     attempt_folder = Path(failure.error_file).parent.parent
-    told = sorted(attempt_folder.glob("*/user_error.txt"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
+    told = sorted(attempt_folder.glob(f"*/{_USER_ERROR}"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
     if told:
         return f"megascale: {told[0].read_text()}", USER_ERROR_EXIT_CODE
     reports = []

@@ -156,9 +156,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast  # half a second, needed only here and in load_tokenizer
 
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False).save_pretrained(
+        folder
+    )
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

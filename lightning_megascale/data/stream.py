@@ -62,7 +62,9 @@ class SequenceStream(Dataset):
         tokens = int(shards.lengths.sum()) + len(shards)
         self.sequences = tokens // sequence_length
         if not self.sequences:
-            raise ValueError(f"sequence_length={sequence_length}: the {len(shards)} documents hold {tokens} tokens in all; choose a smaller one")
+            raise ValueError(
+                f"sequence_length={sequence_length}: the {len(shards)} documents hold {tokens} tokens in all; choose a smaller one"
+            )
         self._cached: tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
     def __len__(self) -> int:

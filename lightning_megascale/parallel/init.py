@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 
 from lightning_megascale.parallel.rng import derive_seed, fork_seeded
 
@@ -118,8 +117,8 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     assert coordinate is not None
     for dim in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[dim]
-        if isinstance(placement, Shard) or placement.is_shard():
-            pieces = part.chunk(like.device_mesh.size(dim), placement.dim)
+        if not placement.is_replicate():  # Shard, or the strided one that FSDP2 over tensor parallelism makes
+            pieces = part.chunk(like.device_mesh.size(dim), placement.dim)  # type: ignore[attr-defined]
             index = coordinate[dim]
             part = pieces[index] if index < len(pieces) else part.narrow(placement.dim, 0, 0)
     return part

@@ -54,7 +54,7 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
             return Weights(whole)
         shifted = valid[..., 1:].sum().to(torch.float64)
         return Weights(shifted, whole if label_alignment is None else None)
-    rows = _rows(batch)
+    rows = rows_of(batch)
     return None if rows is None else Weights(torch.tensor(float(rows), dtype=torch.float64, device=device))
 
 
@@ -125,9 +125,9 @@ def scale_gradients(gradients: Iterable[torch.Tensor], scale: torch.Tensor) -> N
         torch._foreach_mul_(same, scale.to(device=key[1], dtype=key[0] if key[0] == torch.float64 else torch.float32))
 
 
-def _rows(batch: Any) -> int | None:
+def rows_of(batch: Any) -> int | None:
     """Rows of the first tensor with a dim 0 in a nest of mappings and sequences."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((rows for rows in map(_rows, values) if rows is not None), None)
+    return next((rows for rows in map(rows_of, values) if rows is not None), None)

@@ -226,16 +226,17 @@ def _make_columns(
 ) -> None:
     """Makes ``owner`` gather for the linears ``names``; ``owner`` is the linear itself when no attention or MLP module holds it."""
     module = model.get_submodule(owner)
-    linears = {name: model.get_submodule(name) for name in names}
+    # keys relative to the owner: alike in every block, so that compiled blocks share one graph
+    linears = {name.removeprefix(owner).lstrip("."): model.get_submodule(name) for name in names}
     input_name = next(iter(inspect.signature(module.forward).parameters), "hidden_states")
     regather = not _is_recomputed(model, owner, roles, recompute)
     state = ColumnState(axis, sequence, regather, owner, input_name, linears, first_check)
-    if owner in linears:
+    if owner in names:
         _become(module, LoneColumnLinear).tp = state
         return
-    for name, linear in linears.items():
+    for key, linear in linears.items():
         linear = _become(linear, ColumnLinear)
-        linear.tp, linear.tp_key = state, name
+        linear.tp, linear.tp_key = state, key
     _become(module, ColumnModule).tp = state
 
 
@@ -262,12 +263,12 @@ def _checked_call(forward: Callable[..., Any], state: ColumnState, args: tuple, 
         output = forward(*args, **kwargs)
     tensors = output if isinstance(output, (tuple, list)) else (output,)
     roots = [t.grad_fn for t in tensors if isinstance(t, Tensor) and t.grad_fn is not None]
-    if not state.sequence and state.whole is not None and state.whole.grad_fn is not None:
-        if _bypasses(roots, state.whole.grad_fn):
-            raise ValueError(
-                f"{state.name}: its input reaches its output without a row-parallel linear, as a residual added inside the module does; "
-                "the gradient would be counted once per tensor-parallel rank. Add the residual outside of the module the layout names"
-            )
+    whole = None if state.whole is None else state.whole.grad_fn
+    if whole is not None and not state.sequence and _bypasses(roots, whole):
+        raise ValueError(
+            f"{state.name}: its input reaches its output without a row-parallel linear, as a residual added inside the module does; "
+            "the gradient would be counted once per tensor-parallel rank. Add the residual outside of the module the layout names"
+        )
     if roots:
         state.first_check = False
     return output

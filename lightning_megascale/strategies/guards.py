@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from torch import nn
 
-from lightning_megascale.parallel.loss_scale import _rows
+from lightning_megascale.parallel.loss_scale import rows_of
 from lightning_megascale.plan import ParallelPlan
 
 
@@ -68,7 +68,7 @@ def check_rows(batch: Any, plan: ParallelPlan) -> None:
     """With a global batch, a loader's batch has the microbatch's rows."""
     if plan.microbatch_size is None:
         return
-    rows = _rows(batch)
+    rows = rows_of(batch)
     if rows is not None and rows != plan.microbatch_size:
         raise ValueError(
             f"the loader gave {rows} rows and microbatch_size={plan.microbatch_size}: the accumulation derived from global_batch_size holds "

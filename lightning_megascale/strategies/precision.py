@@ -37,6 +37,18 @@ def for_sharded_model(plugin: Precision) -> tuple[Precision, torch.dtype | None]
     return plugin, getattr(plugin, "param_dtype", None)
 
 
+def reduction_dtype(module: torch.nn.Module, param_dtype: torch.dtype | None, wanted: str | None) -> torch.dtype | None:
+    """FSDP2's ``reduce_dtype``: the wanted one where gradients are half precision; None (their own dtype) where they are wider.
+
+    Args:
+        module: whose floating parameters tell the dtype of gradients when ``param_dtype`` is None.
+        param_dtype: dtype of forward and backward under mixed precision.
+        wanted: "float32", "bfloat16" or None, from the plan.
+    """
+    computed = param_dtype or next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    return getattr(torch, wanted) if wanted is not None and computed.itemsize < 4 else None
+
+
 def install_clipping(plugin: Precision, seen: Callable[[torch.Tensor], None]) -> None:
     """Lets the plugin clip over several meshes; torch's own function fails on them.
 

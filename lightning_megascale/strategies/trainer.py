@@ -18,7 +18,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -42,11 +42,10 @@ from lightning_megascale.parallel.rng import seed_microbatch
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
 from lightning_megascale.strategies import checkpoint as checkpoints
 from lightning_megascale.strategies import guards
-from lightning_megascale.strategies.precision import for_sharded_model, install_clipping
+from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
 from lightning_megascale.strategies.steps import read_output
 
 log = logging.getLogger(__name__)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, None: None}
 
 
 class MegascaleStrategy(ModelParallelStrategy):
@@ -192,9 +191,8 @@ class MegascaleStrategy(ModelParallelStrategy):
         if not on_meta(module) and not same_on_all_ranks(module, self.root_device):
             rank_zero_info("ranks built different first values (no seed_everything?): all take those of rank 0")
             broadcast_from_first(module, self.root_device)
-        self._done = parallelize(
-            module, target, self.plan, self.mesh_views, layout, param_dtype=param_dtype, reduce_dtype=_DTYPES[self.plan.reduce_dtype]
-        )
+        reduce_dtype = reduction_dtype(module, param_dtype, self.plan.reduce_dtype)
+        self._done = parallelize(module, target, self.plan, self.mesh_views, layout, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         if on_meta(module):
             materialize(target, self.root_device, self._seed)
             materialize(module, self.root_device, self._seed)
@@ -396,5 +394,7 @@ class MegascaleStrategy(ModelParallelStrategy):
             checkpoints.remove(str(filepath))
 
     def teardown(self) -> None:
-        self._scale.raise_if_ambiguous()
+        module = self.lightning_module
+        if module is not None and module.trainer.state.status == TrainerStatus.RUNNING:  # not while another error is on its way
+            self._scale.raise_if_ambiguous()
         super().teardown()

@@ -1,0 +1,170 @@
+"""``megascale train``: compose the config, finish and check it, start the ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_megascale.cli import config, launch, prepare, resume
+from lightning_megascale.cli.errors import UserError, explain, stop
+
+_ASKED = os.environ.get("HYDRA_FULL_ERROR")
+_RESULTS: list[tuple[str, dict[str, Any] | None]] = []  # of a sweep's runs
+
+
+def main() -> None:
+    """The verb. A user's mistake ends it with exit code 2 and one message from one rank."""
+    config.register(_config_dirs(sys.argv[1:]))
+    if launch.rank() > 0:  # one rank writes the run's .hydra folder
+        sys.argv.append("hydra.output_subdir=null")
+    try:
+        with _environment("HYDRA_FULL_ERROR", "1"):  # Hydra then leaves its errors to us
+            _compose_and_run()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        _stop_if_user_error(error)
+        raise
+    _print_sweep()
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Sets a variable, or removes it (None), for a while."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _stop_if_user_error(error: Exception) -> None:
+    message = explain(error)
+    if message is not None:
+        stop(error, message, show=launch.rank() == 0)
+
+
+def _config_dirs(arguments: list[str]) -> tuple[str, ...]:
+    """The folders of ``--config-dir`` (``-cd``), whose recipes are registered beside ours."""
+    folders = []
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            folders += [value] if equals else arguments[position + 1 : position + 2]
+    for folder in folders:
+        if not os.path.isdir(folder):
+            stop(UserError(), f"--config-dir {folder}: there is no such folder", show=launch.rank() == 0)
+    return tuple(folders)
+
+
+@hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="train")
+def _compose_and_run(cfg: DictConfig) -> None:
+    with _environment("HYDRA_FULL_ERROR", _ASKED):
+        try:
+            _run(cfg)
+        except Exception as error:  # here already, because Hydra would add a line of its own
+            _stop_if_user_error(error)
+            raise
+
+
+def _run(cfg: DictConfig) -> None:
+    """One run: alone, or one of a sweep."""
+    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if in_sweep and launch.inside_launcher():
+        raise UserError("a sweep starts its runs one after the other, each with its own ranks: run megascale train itself, not inside a launcher")
+    cfg.run.dir = os.path.relpath(HydraConfig.get().runtime.output_dir) if in_sweep else cfg.run.dir
+    ranks = launch.world_size() if launch.inside_launcher() else number_of_ranks(cfg.launch.ranks)
+    if not launch.inside_launcher():
+        launch.warm_up(ranks, cfg.launch.start_method)
+    ready = finish(cfg, ranks)
+    if launch.inside_launcher():
+        from lightning_megascale.cli.run import run_rank
+
+        return run_rank(ready)
+    start = resume.decide(ready.options)
+    if start.finished:
+        print(finished_line(ready.options, start.finished))
+    else:
+        start_ranks(ready, ranks)
+    if in_sweep:
+        _RESULTS.append((HydraConfig.get().job.override_dirname, resume.read_finished(ready.options["run"]["dir"])))
+
+
+def number_of_ranks(asked: Any) -> int:
+    """``launch.ranks``: a number, or "auto": the GPUs of this machine, or two CPU ranks.
+
+    Raises:
+        UserError: for anything else.
+    """
+    if asked == "auto":
+        import torch
+
+        return torch.cuda.device_count() or 2
+    if isinstance(asked, int) and asked >= 1:
+        return asked
+    raise UserError(f"launch.ranks={asked}: must be auto or a whole number of at least 1")
+
+
+def finish(cfg: DictConfig, ranks: int) -> prepare.Prepared:
+    """Derives the batch arithmetic, resolves the config and checks every part of it.
+
+    Raises:
+        UserError: for the first thing that cannot work.
+    """
+    plan = prepare.make_plan(OmegaConf.to_container(cfg.plan, resolve=True), ranks)  # type: ignore[arg-type]
+    plan, batch = prepare.add_batch(plan, cfg.batch.global_size, cfg.batch.micro_size)
+    cfg.batch.micro_size = plan.microbatch_size  # data and others refer to it
+    options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    prepare.check_model(options["model"], options["batch"]["sequence_length"])
+    prepare.check_optim(options["optim"])
+    for section in ("data", "callbacks", "logger"):
+        prepare.check_calls(section, options[section])
+    return prepare.Prepared(options, plan, batch)
+
+
+def start_ranks(ready: prepare.Prepared, ranks: int) -> None:
+    """Starts this machine's ranks and waits for them."""
+    from lightning_megascale.cli.run import run_rank
+
+    settings = ready.options["launch"]
+    launch.launch(
+        run_rank,
+        ready,
+        ranks=ranks,
+        run_dir=ready.options["run"]["dir"],
+        max_restarts=settings["max_restarts"],
+        start_method=settings["start_method"],
+        shutdown_seconds=settings["shutdown_seconds"],
+    )
+
+
+def finished_line(options: dict[str, Any], result: dict[str, Any]) -> str:
+    """What a start says when there is nothing left to do."""
+    name = options["run"]["dir"]
+    loss = f", val loss {result['val_loss']:.3f}" if result.get("val_loss") is not None else ""
+    return (
+        f"{name} is finished: {result['step']} steps{loss}; checkpoint {result['checkpoint']}\n"
+        "Another run: run.name=NEW; the same one from the start: resume=never"
+    )
+
+
+def _print_sweep() -> None:
+    """A sweep's runs with their validation losses, best first."""
+    if not _RESULTS:
+        return
+    rows = sorted(((result or {}).get("val_loss") or float("inf"), name) for name, result in _RESULTS)
+    print("\nval loss   run")
+    for loss, name in rows:
+        print(f"{loss:8.4f}   {name}")

@@ -1,0 +1,121 @@
+"""Activation recomputation (checkpointing) of blocks: full, selective, or of chosen module classes. Names of parameters never change.
+
+The checkpoint is the outermost thing a module's call does: hooks, FSDP2's and a compiled call are inside, so it can be applied before
+``fully_shard`` and after ``block.compile()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_megascale.ops.tensor_parallel import ROW_LINEAR
+
+MODES = (None, "selective", "full")
+
+_SAVED = (  # schemas of a library that is not loaded are left out
+    "aten::mm",
+    "aten::addmm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",
+)
+
+
+def apply_recompute(blocks: Sequence[nn.Module], mode: str | Collection[type[nn.Module]] | None) -> None:
+    """Runs parts of ``blocks`` again in the backward instead of keeping their activations. In place; random numbers repeat.
+
+    Args:
+        blocks: the repeated layers.
+        mode: None keeps everything. "full" keeps a block's input. "selective" keeps what is dear to compute and small: the outputs of
+            column-parallel (or all) matmuls and of the attention core, and the sums of row-parallel linears, never the partial products
+            they are made of. A set of classes: every module of these classes inside the blocks is recomputed fully.
+
+    Raises:
+        ValueError: for another mode, or a class that no block holds.
+
+    Source: Chen et al. 2016, "Training deep nets with sublinear memory cost"; Korthikanti et al. 2022, "Reducing activation
+        recomputation in large transformer models", section 5.
+    """
+    if mode is None:
+        return
+    if isinstance(mode, str):
+        if mode not in MODES:
+            raise ValueError(f"activation_checkpointing={mode!r}: must be None, 'selective', 'full' or a set of module classes")
+        for block in blocks:
+            _recompute(block, SelectiveRecompute if mode == "selective" else FullRecompute)
+        return
+    classes = tuple(mode)
+    modules = [module for block in blocks for module in block.modules()]
+    for kind in classes:
+        if not _is_module_class(kind):
+            raise ValueError(f"activation_checkpointing holds {kind!r}: must be None, 'selective', 'full' or a set of module classes")
+        if not any(isinstance(module, kind) for module in modules):
+            inside = sorted({type(module).__name__ for module in modules})
+            raise ValueError(f"activation_checkpointing holds {kind.__name__}, but no block has such a module; they have {', '.join(inside)}")
+    for module in modules:
+        if isinstance(module, classes):
+            _recompute(module, FullRecompute)
+
+
+def _is_module_class(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, nn.Module)
+
+
+def _recompute(module: nn.Module, mixin: type) -> None:
+    if not isinstance(module, FullRecompute):  # a block that stands in the list twice is wrapped once
+        module.__class__ = _mixed(mixin, type(module))
+
+
+@cache
+def _mixed(mixin: type, base: type) -> type:
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+class FullRecompute:
+    """A module that keeps its arguments and runs again in the backward."""
+
+    contexts: Callable[[], tuple[AbstractContextManager, AbstractContextManager]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        options = {} if self.contexts is None else {"context_fn": self.contexts}
+        # both as positional arguments: torch looks in there for the devices whose random state it must keep
+        return checkpoint(partial(_unpacked, call), args, kwargs, use_reentrant=False, **options)
+
+
+def _unpacked(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    return call(*args, **kwargs)
+
+
+@cache
+def _saved_operators() -> frozenset[Any]:
+    found = set()
+    for schema in _SAVED:
+        namespace, name = schema.split("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is not None:
+            found.add(packet.default)
+    return frozenset(found | {ROW_LINEAR})
+
+
+def _selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _saved_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectiveRecompute(FullRecompute):
+    """A module of which only the listed operators' outputs are kept."""
+
+    contexts = staticmethod(partial(create_selective_checkpoint_contexts, _selective_policy))

@@ -1,0 +1,175 @@
+"""The files of a checkpoint on the disk: names, what is complete, replacing one by another. No ranks.
+
+Our folder is a torch.distributed.checkpoint (DCP) folder with four more kinds of files::
+
+    .metadata, __{rank}_{n}.distcp   DCP: model tensors under canonical names, optimizer.{i}.state.{name}.{key}
+    meta.pt                          Lightning's checkpoint dict without tensors of the model and the optimizers
+    part_{k}.pt                      optimizer groups, tied names, other module state: one per kind of rank (several under pipelines)
+    loader_{k}.pt                    loader states of data-parallel rank k, when loaders are stateful
+    megascale.json                   the commit record, written last: step, sizes of all files
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+META, MANIFEST, DCP_METADATA = "meta.pt", "megascale.json", ".metadata"
+_LEFTOVER = re.compile(r"\.(tmp|old)-[0-9a-f]{8}$")
+
+
+def local_path(path: str | os.PathLike) -> Path:
+    """The path, when it is one of a file system.
+
+    Raises:
+        ValueError: for an address such as ``s3://...``.
+    """
+    if "://" in str(path):
+        raise ValueError(f"checkpoint path {str(path)!r}: only paths of a (shared) file system work; mount it, or copy the folder first")
+    return Path(path)
+
+
+def locate(path: str | os.PathLike) -> Path:
+    """The path, or where an interrupted replacement left the complete old checkpoint.
+
+    Raises:
+        ValueError: when there is nothing.
+    """
+    path = local_path(path)
+    if path.exists():
+        return path
+    complete = lambda child: ".old-" in child.name or (child / MANIFEST).is_file()  # noqa: E731
+    stranded = [child for child in leftovers(path) if is_checkpoint(child) and complete(child)]
+    if stranded:
+        return max(stranded, key=lambda child: child.stat().st_mtime)
+    near = [child.name for child in path.parent.iterdir() if is_checkpoint(child)] if path.parent.is_dir() else []
+    raise ValueError(f"there is no checkpoint {path}" + (f"; in that folder are: {', '.join(sorted(near)[:10])}" if near else ""))
+
+
+def leftovers(path: Path) -> list[Path]:
+    """Folders that unfinished saves to ``path`` left beside it."""
+    if not path.parent.is_dir():
+        return []
+    return [c for c in path.parent.iterdir() if c.name.startswith(path.name + ".") and _LEFTOVER.fullmatch(c.name[len(path.name) :])]
+
+
+def is_leftover(path: Path) -> bool:
+    return bool(_LEFTOVER.search(path.name))
+
+
+def is_folder_checkpoint(path: Path) -> bool:
+    return path.is_dir() and (path / DCP_METADATA).is_file() and (path / META).is_file()
+
+
+def is_file_checkpoint(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def is_checkpoint(path: str | os.PathLike) -> bool:
+    """True for a folder or file that ``load`` can read; not whether all of it is readable (``check``)."""
+    path = local_path(path)
+    return is_folder_checkpoint(path) or is_file_checkpoint(path)
+
+
+def load_pickled(file: Path | io.BytesIO, name: Any, weights_only: bool | None, mmap: bool | None = None) -> Any:
+    """``torch.load`` on the host, with its refusal of pickled classes explained.
+
+    Raises:
+        ValueError: naming the class that torch's default refuses, and the two ways out.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)|`?([\w.]+)`? was not an allowed global", str(error))
+        what = next(filter(None, found.groups())) if found else "a class"
+        raise ValueError(
+            f"{name} holds an object of {what}, which torch does not unpickle by default because unpickling can run code. If you trust the "
+            f"file: weights_only=False (Trainer.fit(..., weights_only=False)), or torch.serialization.add_safe_globals([{what.split('.')[-1]}])"
+        ) from error
+
+
+def write_pickled(content: Any, path: Path) -> None:
+    """``torch.save`` that is on the disk when it returns."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_manifest(folder: Path, record: dict[str, Any]) -> None:
+    """The commit record: what the folder holds, and the size in bytes of every file."""
+    files = {child.name: child.stat().st_size for child in sorted(folder.iterdir())}
+    with open(folder / MANIFEST, "w") as file:
+        json.dump({"format": FORMAT, **record, "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The commit record, or None when there is none (another program's checkpoint)."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    return json.loads((folder / MANIFEST).read_text())
+
+
+def commit(temporary: Path, folder: Path) -> None:
+    """Puts a complete folder under its final name; what was there is removed only afterwards."""
+    if not os.path.lexists(folder):
+        os.rename(temporary, folder)
+    elif _exchange(temporary, folder):
+        remove(temporary)
+    else:  # a file system without exchange: a crash between the two leaves the old one under a name that ``locate`` finds
+        old = folder.with_name(folder.name + ".old-" + temporary.name.rpartition("-")[2])
+        os.rename(folder, old)
+        os.rename(temporary, folder)
+        remove(old)
+    sync_folder(folder.parent)
+    for stale in leftovers(folder):
+        remove(stale)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names in one step (Linux renameat2 with RENAME_EXCHANGE); False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_cwd, exchange = -100, 2
+    return rename is not None and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, a file or a link (not what it points to)."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def walk(folder: Path, depth: int = 3) -> Iterator[Path]:
+    """Checkpoints and leftovers below a folder, not looking into them."""
+    for child in sorted(folder.iterdir()):
+        if is_leftover(child) or is_folder_checkpoint(child) or (child.suffix == ".ckpt" and is_file_checkpoint(child)):
+            yield child
+        elif child.is_dir() and not child.is_symlink() and depth:
+            yield from walk(child, depth - 1)

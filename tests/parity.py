@@ -1,0 +1,312 @@
+"""The parity machine: one combination of features, trained by the strategy on gloo ranks and by a plain torch loop on one device.
+
+A case is a dict {dimension: choice} of ``support.dimensions()``. Both sides see the same global batches, so losses, every
+gradient, the norm before clipping and the parameters after three optimizer steps must agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_megascale.models.decoder import Decoder, DecoderConfig
+from lightning_megascale.parallel.init import materialize
+from lightning_megascale.parallel.rng import seed_microbatch
+from lightning_megascale.strategies.trainer import MegascaleStrategy
+from tests.harness import full, run_ranks
+
+SEED, STEPS, ROWS, LENGTH, CLIP = 7, 3, 4, 16, 0.05
+Case = dict[str, str]
+
+# plan sizes of each choice of axes: (ranks, data-parallel size, plan arguments)
+AXES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "dp": (2, 2, dict(data_parallel_replicate_size=2)),
+    "fsdp2": (2, 2, dict(data_parallel_shard_size=2)),
+    "hsdp": (4, 4, dict(data_parallel_replicate_size=2, data_parallel_shard_size=2)),
+    "tp": (2, 1, dict(tensor_parallel_size=2)),
+    "tp+sp": (2, 1, dict(tensor_parallel_size=2, sequence_parallel=True)),
+    "fsdp2 x tp": (4, 2, dict(tensor_parallel_size=2)),
+    "fsdp2 x tp+sp": (4, 2, dict(tensor_parallel_size=2, sequence_parallel=True)),
+    "hsdp x tp": (8, 4, dict(tensor_parallel_size=2, data_parallel_replicate_size=2)),
+    "hsdp x tp+sp": (8, 4, dict(tensor_parallel_size=2, data_parallel_replicate_size=2, sequence_parallel=True)),
+}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16-mixed": torch.float32}
+
+
+def plan_of(case: Case) -> dict[str, Any]:
+    """The strategy's arguments for a case."""
+    arguments = dict(AXES[case["axes"]][2])
+    arguments["activation_checkpointing"] = {"none": None}.get(case["checkpointing"], case["checkpointing"])
+    arguments["compile"] = {"backend": "aot_eager"} if case["compile"] == "compiled" else False
+    arguments["reshard_after_forward"] = {"reshard auto": "auto", "reshard always": True, "reshard never": False}[case["reshard"]]
+    arguments["reduce_gradients"] = "every" if case["accumulation"].endswith("every") else "last"
+    arguments["label_alignment"] = "aligned"
+    return arguments
+
+
+def config_of(case: Case) -> DecoderConfig:
+    shape: dict[str, Any] = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, intermediate_size=24, max_position_embeddings=LENGTH)
+    shape["dropout"] = 0.2 if case["dropout"] == "dropout" else 0.0
+    shape["tie_embeddings"] = case["embeddings"] == "tied head"
+    if case["family"] == "llama-like":
+        return DecoderConfig(**shape, num_kv_heads=2, qk_norm=True, init_std=0.2, loss_chunk_tokens=7)
+    return DecoderConfig(**shape, norm="layer", positions="learned", mlp="gelu", bias=True, init_std=0.2, loss_chunk_tokens=1000)
+
+
+def accumulation_of(case: Case) -> int:
+    return 1 if case["accumulation"] == "accumulate 1" else 2
+
+
+def batches(case: Case) -> list[dict[str, torch.Tensor]]:
+    """The global batches of all microbatches of all steps: ROWS rows each, the last rows' labels mostly masked where asked."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(STEPS * accumulation_of(case)):
+        ids = torch.randint(32, (ROWS, LENGTH), generator=generator)
+        labels = torch.randint(32, (ROWS, LENGTH), generator=generator)
+        labels[0, :3] = -100
+        if case["labels"] != "all labels":
+            rows = labels[: ROWS // 2]
+            rows[torch.rand(rows.shape, generator=generator) < 0.9] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+class Rows(Dataset):
+    """This data-parallel rank's rows of every global batch, one global batch after the other."""
+
+    def __init__(self, case: Case, rank: int, size: int) -> None:
+        share = ROWS // size
+        self.rows = [{key: value[i] for key, value in batch.items()} for batch in batches(case) for i in range(rank * share, (rank + 1) * share)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
+
+
+def scalar_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def make_optimizer(parameters: Any, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """AdamW proves float64; in float32 Adam makes a full step of a zero gradient's noise, so SGD with momentum there."""
+    if dtype == torch.float64:
+        return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class ParityModule(L.LightningModule):
+    """An ordinary LightningModule around the decoder; it knows of no ranks."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.seen = case, []
+        self.dtype_wanted = DTYPES[case["precision"]]
+        if case["init"] == "eager":
+            torch.manual_seed(SEED)
+            self.model = Decoder(config_of(case)).to(self.dtype_wanted)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            with torch.device("meta"):
+                self.model = Decoder(config_of(self.case)).to(self.dtype_wanted)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        if self.case["loss"] == "scalar mean":
+            loss = scalar_loss(self.model, batch)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+        loss_sum, num_tokens = self.model(batch["input_ids"], labels=batch["labels"])
+        return {"loss_sum": loss_sum, "num_tokens": num_tokens}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters(), self.dtype_wanted)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append({name: full(parameter.grad) for name, parameter in self.model.named_parameters()})
+
+    def train_dataloader(self) -> DataLoader:
+        strategy = self.trainer.strategy
+        rows = Rows(self.case, strategy.data_parallel_rank, strategy.data_parallel_size)
+        return DataLoader(rows, batch_size=ROWS // strategy.data_parallel_size)
+
+
+class Recorder(L.Callback):
+    """Exact loss and gradient norm of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step > len(self.losses):
+            self.losses.append(float(trainer.strategy.step_loss))
+            self.norms.append(float(trainer.strategy.grad_norm))
+
+
+def train_parallel(case: Case) -> dict[str, Any]:
+    """Runs on every rank."""
+    torch.manual_seed(SEED)
+    module, recorder = ParityModule(case), Recorder()
+    strategy = MegascaleStrategy(**plan_of(case))
+    mixed = case["precision"] == "bf16-mixed"
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=AXES[case["axes"]][0],
+        strategy=strategy,
+        precision="bf16-mixed" if mixed else "32-true",
+        max_steps=STEPS,
+        gradient_clip_val=CLIP,
+        accumulate_grad_batches=accumulation_of(case),
+        callbacks=[recorder],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    import os
+
+    os.environ["PL_GLOBAL_SEED"] = str(SEED)
+    trainer.fit(module)
+    return {
+        "losses": recorder.losses,
+        "norms": recorder.norms,
+        "gradients": module.seen,
+        "parameters": {name: full(parameter) for name, parameter in module.model.named_parameters()},
+        "compiled": _graphs(),
+    }
+
+
+def _graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def train_single(case: Case, dtype: torch.dtype | None = None, half: bool = False, steps: int = STEPS) -> dict[str, Any]:
+    """The reference: a plain loop on one device, no Lightning, no strategy.
+
+    Args:
+        case: the combination.
+        dtype: of parameters; None: the case's.
+        half: forward and backward on a bfloat16 copy, as one device would under mixed precision.
+    """
+    wanted = DTYPES[case["precision"]]
+    model = _first_model(case, wanted).to(dtype or wanted)
+    optimizer = make_optimizer(model.parameters(), dtype or wanted)
+    shares, accumulate = AXES[case["axes"]][1], accumulation_of(case)
+    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+    data = batches(case)
+    for step in range(steps):
+        optimizer.zero_grad()
+        working = _copy(case, model, torch.bfloat16) if half else model
+        total, tokens = 0.0, 0
+        for index in range(step * accumulate, (step + 1) * accumulate):
+            for share in range(shares):
+                rows = slice(share * ROWS // shares, (share + 1) * ROWS // shares)
+                batch = {key: value[rows] for key, value in data[index].items()}
+                seed_microbatch(SEED, index, share)
+                logits = working(batch["input_ids"]).flatten(0, 1)
+                loss = F.cross_entropy(logits.float() if half else logits, batch["labels"].flatten(), reduction="sum")
+                loss.backward()
+                total, tokens = total + loss.item(), tokens + int((batch["labels"] != -100).sum())
+        if half:
+            for mine, theirs in zip(model.parameters(), working.parameters()):
+                mine.grad = theirs.grad.to(mine.dtype)
+        for parameter in model.parameters():
+            parameter.grad /= tokens
+        result["losses"].append(total / tokens)
+        result["gradients"].append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    result["parameters"] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return result
+
+
+def _first_model(case: Case, dtype: torch.dtype) -> Decoder:
+    if case["init"] == "eager":
+        torch.manual_seed(SEED)
+        return Decoder(config_of(case)).to(dtype)
+    with torch.device("meta"):
+        model = Decoder(config_of(case)).to(dtype)
+    materialize(model, "cpu", SEED)
+    return model
+
+
+def _copy(case: Case, model: Decoder, dtype: torch.dtype) -> Decoder:
+    copy = Decoder(config_of(case)).to(dtype)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def global_norm(gradients: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    return global_norm({name: a[name].double() - b[name].double() for name in a})
+
+
+def check(case: Case, timeout: float = 120) -> None:
+    """Trains both ways and compares to the tolerances of the case's precision.
+
+    Raises:
+        AssertionError: with the worst figure and the parameter where it is.
+    """
+    ranks = AXES[case["axes"]][0]
+    results = run_ranks(train_parallel, ranks, case, timeout=timeout)
+    if case["compile"] == "compiled":
+        assert results[0]["compiled"] > 0, "nothing was compiled, so this case proves nothing"
+    for other in results[1:]:
+        assert other["losses"] == results[0]["losses"] and other["norms"] == results[0]["norms"], "ranks disagree on loss or norm"
+    compare(case, results[0])
+
+
+def compare(case: Case, mine: dict[str, Any]) -> None:
+    if case["precision"] == "bf16-mixed":
+        return _compare_bf16(case, mine)
+    reference = train_single(case)
+    tolerance = 1e-10 if case["precision"] == "float64" else 1e-5
+    assert len(mine["losses"]) == STEPS
+    for step in range(STEPS):
+        scale = 1.0 if tolerance == 1e-10 else global_norm(reference["gradients"][step])
+        worst = max(
+            ((mine["gradients"][step][name] - gradient).abs().max().item() / scale, name)
+            for name, gradient in reference["gradients"][step].items()
+        )
+        assert worst[0] < tolerance, f"step {step}: gradient of {worst[1]} is off by {worst[0]:.2e}"
+        for key in ("losses", "norms"):
+            off = abs(mine[key][step] - reference[key][step])
+            assert off < tolerance * max(1.0, abs(reference[key][step])), f"step {step}: {key} off by {off:.2e}"
+        assert reference["norms"][step] > CLIP, "clipping was not active, so this case proves nothing of it"
+    worst = max(((mine["parameters"][name] - value).abs().max().item(), name) for name, value in reference["parameters"].items())
+    assert worst[0] < tolerance, f"after {STEPS} steps parameter {worst[1]} is off by {worst[0]:.2e}"
+
+
+def _compare_bf16(case: Case, mine: dict[str, Any]) -> None:
+    """First step, where both start from equal parameters: the error against float64 is at most 1.5 times one device's."""
+    exact = train_single(case, torch.float64, steps=1)
+    single = train_single(case, half=True, steps=1)
+    error, allowed = distance(mine["gradients"][0], exact["gradients"][0]), distance(single["gradients"][0], exact["gradients"][0])
+    assert error <= 1.5 * allowed, f"gradients: error {error:.2e} against float64, one device in bf16 has {allowed:.2e}"
+    off, granted = abs(mine["losses"][0] - exact["losses"][0]), abs(single["losses"][0] - exact["losses"][0])
+    assert off <= 1.5 * granted + 2e-3, f"loss: error {off:.2e} against float64, one device in bf16 has {granted:.2e}"
+    assert error > 1e-4 * global_norm(exact["gradients"][0]), "bf16-mixed gave float32's numbers: precision was ignored"
+
+
+def default_case(**choices: str) -> Case:
+    """A case with the first choice of every dimension but those given; float64."""
+    from lightning_megascale.support import dimensions
+
+    case = {dimension: names[0] for dimension, names in dimensions().items()}
+    return {**case, **choices}
+
+

@@ -1,0 +1,88 @@
+"""Parity with one device, generated from the support table: every pair of features that is not refused is in a case here.
+
+The default tier covers the pairs on 2 and 4 ranks; ``slow`` adds 8 ranks and a second covering array, whose pairs come in other
+company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import pytest
+from allpairspy import AllPairs
+
+from lightning_megascale.support import REFUSED, dimensions, is_refused
+from tests import parity
+
+EIGHT_RANKS = tuple(axes for axes, (ranks, _, _) in parity.AXES.items() if ranks == 8)
+
+
+def allowed(row: list[str]) -> bool:
+    return is_refused(*row) is None
+
+
+def covering(table: dict[str, tuple[str, ...]]) -> list[dict[str, str]]:
+    names = list(table)
+    return [dict(zip(names, row)) for row in AllPairs([list(table[name]) for name in names], filter_func=allowed)]
+
+
+def small_table() -> dict[str, tuple[str, ...]]:
+    table = dimensions()
+    return {**table, "axes": tuple(axes for axes in table["axes"] if axes not in EIGHT_RANKS)}
+
+
+def shuffled_table() -> dict[str, tuple[str, ...]]:
+    """The dimensions and their choices in reverse order: the array then combines the pairs otherwise."""
+    table = small_table()
+    return {name: tuple(reversed(table[name])) for name in reversed(table)}
+
+
+def eight_rank_table() -> dict[str, tuple[str, ...]]:
+    return {**dimensions(), "axes": EIGHT_RANKS}
+
+
+DEFAULT_CASES = covering(small_table())
+SLOW_CASES = covering(eight_rank_table()) + covering(shuffled_table())
+
+
+def identity(case: dict[str, str]) -> str:
+    return ", ".join(case[dimension] for dimension in dimensions())
+
+
+@pytest.mark.parametrize("case", DEFAULT_CASES, ids=identity)
+def test_parity(case: dict[str, str]) -> None:
+    parity.check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_CASES, ids=identity)
+def test_parity_slow(case: dict[str, str]) -> None:
+    parity.check(case, timeout=400)
+
+
+def proven_pairs() -> Iterator[tuple[str, str]]:
+    for (_, first), (_, second) in combinations(dimensions().items(), 2):
+        for one in first:
+            for other in second:
+                if is_refused(one, other) is None:
+                    yield one, other
+
+
+def test_no_pair_is_called_proven_without_a_case() -> None:
+    held = {frozenset(pair) for case in DEFAULT_CASES + SLOW_CASES for pair in combinations(case.values(), 2)}
+    missing = [pair for pair in proven_pairs() if frozenset(pair) not in held]
+    assert not missing, f"pairs in the support table that no parity case holds: {missing}"
+
+
+def test_every_pair_without_8_ranks_is_in_the_default_tier() -> None:
+    held = {frozenset(pair) for case in DEFAULT_CASES for pair in combinations(case.values(), 2)}
+    missing = [pair for pair in proven_pairs() if frozenset(pair) not in held and not set(pair) & set(EIGHT_RANKS)]
+    assert not missing, f"pairs that only the slow tier proves: {missing}"
+
+
+def test_refused_pairs_exist_and_say_why() -> None:
+    known = {name for names in dimensions().values() for name in names}
+    for pair, reason in REFUSED.items():
+        assert pair <= known, f"the support table refuses a feature it does not know: {pair}"
+        assert len(reason) > 40
