@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 
 from lightning_megascale.models.config import DecoderConfig
 from lightning_megascale.models.decoder import Decoder
+from lightning_megascale.models.generation import generate, logits_of
 from lightning_megascale.models.presets import PRESETS
 from lightning_megascale.optim import build_optimizer, build_scheduler, check_arguments, schedule_function
 from lightning_megascale.parallel.init import materialize
 
 IGNORED = -100  # label that does not count, as in Hugging Face's batches and torch's cross-entropy
 MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask")
-PAD_TO = 64  # rows given to the model by generate() have a multiple of this length, so that tensor-parallel ranks can share them
 
 ModelSource = str | Mapping[str, Any] | DecoderConfig | nn.Module | Callable[[], nn.Module]
 
@@ -121,7 +121,7 @@ class MegascaleModule(pl.LightningModule):
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Logits (B, L, V)."""
-        return _logits(self._built()(**self._inputs(batch)))
+        return logits_of(self._built()(**self._inputs(batch)))
 
     def loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy and the number of labels that count, both 0-dim.
@@ -136,7 +136,7 @@ class MegascaleModule(pl.LightningModule):
         model = self._built()
         if getattr(model, "sums_loss", False):
             return model(**inputs, labels=labels)
-        logits_BLV = _logits(model(**inputs))
+        logits_BLV = logits_of(model(**inputs))
         exact = logits_BLV if logits_BLV.dtype == torch.float64 else logits_BLV.float()
         loss_sum = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
         return loss_sum, (labels != IGNORED).sum()
@@ -220,7 +220,7 @@ class MegascaleModule(pl.LightningModule):
             return schedule
         total = self.trainer.estimated_stepping_batches
         if total == float("inf") or total <= 0:
-            raise ValueError(f"schedule: {open_key} is left out and the Trainer has no end known in steps: give it, or Trainer(max_steps=...)")
+            raise ValueError(f"schedule: {open_key} is left out and the Trainer has no end known in steps; give it, or max_steps")
         spent = schedule.get("warmup_steps", 0) + schedule["decay_steps"] if open_key == "stable_steps" else 0
         if total < spent:
             raise ValueError(f"schedule: warmup_steps + decay_steps = {spent}, must be at most the {total} steps of the Trainer")
@@ -228,55 +228,11 @@ class MegascaleModule(pl.LightningModule):
 
     # ---- text ------------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def generate(
         self, input_ids: Tensor, max_new_tokens: int, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Continues every row, one whole forward per token; every rank of a parallel model calls it alike.
-
-        Args:
-            input_ids: (B, L) integer prompts of equal length, at least one token.
-            max_new_tokens: tokens to append.
-            temperature: divides the logits before sampling; 0 takes the likeliest token.
-            generator: for sampling, on the logits' device; give equal seeds on the ranks of one model.
-
-        Returns:
-            (B, L + max_new_tokens). Beyond the model's longest row the window slides.
-        """
-        if input_ids.ndim != 2 or input_ids.shape[1] < 1:
-            raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}: must be (rows, tokens) with at least one token")
-        if temperature < 0 or max_new_tokens < 0:
-            raise ValueError(f"temperature={temperature}, max_new_tokens={max_new_tokens}: must not be negative")
-        model = self._built()
-        config = getattr(model, "config", None)
-        longest = getattr(config, "max_position_embeddings", None) or input_ids.shape[1] + max_new_tokens
-        training = model.training
-        model.eval()
-        try:
-            for _ in range(max_new_tokens):
-                window_BL = input_ids[:, -longest:]
-                length = window_BL.shape[1]
-                padding = max(0, min(-length % PAD_TO, longest - length))  # on the right, where causal attention never looks
-                logits_BV = _logits(model(F.pad(window_BL, (0, padding))))[:, length - 1].float()
-                input_ids = torch.cat([input_ids, _choose(logits_BV, temperature, generator)], dim=1)
-        finally:
-            model.train(training)
-        return input_ids
-
-
-def _choose(logits_BV: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """(B, 1) tokens."""
-    if temperature == 0:
-        return logits_BV.argmax(-1, keepdim=True)
-    return torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=generator)
-
-
-def _logits(output: Any) -> Tensor:
-    """(B, L, V) of a model's output: a tensor, or an object with ``logits`` as Hugging Face's."""
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor):
-        raise ValueError(f"the model returned {type(output).__name__}: it must return logits, or an object with .logits")
-    return logits
+        """Continues every row; see ``models.generation.generate``. Every rank of a parallel model calls it alike."""
+        return generate(self._built(), input_ids, max_new_tokens, temperature, generator)
 
 
 def _config_of(model: ModelSource) -> DecoderConfig | None:
@@ -307,7 +263,8 @@ def _open_values(config: DecoderConfig) -> dict[str, Any]:
 def _preset(name: str) -> DecoderConfig:
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)
-        raise ValueError(f"model={name!r}: no such preset" + (f"; did you mean {near[0]!r}?" if near else f"; they are {', '.join(PRESETS)}"))
+        hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(PRESETS)}"
+        raise ValueError(f"model={name!r}: no such preset; {hint}")
     return PRESETS[name]
 
 

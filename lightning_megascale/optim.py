@@ -208,9 +208,7 @@ def _check_steps(min_ratio: float, **steps: int) -> None:
         raise ValueError(f"min_ratio={min_ratio}: must be in [0, 1], the share of the peak learning rate at the end")
 
 
-def _check_values(
-    name: str, lr: float, betas: Sequence[float], eps: float, weight_decay: float, lr_patterns: Mapping[str, float]
-) -> None:
+def _check_values(name: str, lr: float, betas: Sequence[float], eps: float, weight_decay: float, lr_patterns: Mapping[str, float]) -> None:
     wrong = [] if name == "adamw" else [f"optimizer name={name!r}: must be 'adamw'; bring others in your own configure_optimizers"]
     rates = {"lr": lr} | {f"lr_patterns[{pattern!r}]": rate for pattern, rate in lr_patterns.items()}
     for key, value in (rates | {"eps": eps, "weight_decay": weight_decay}).items():

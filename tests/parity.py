@@ -143,9 +143,14 @@ class Recorder(L.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.steps = 0
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.steps = trainer.global_step  # above 0 in a resumed run
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step > len(self.losses):
+        if trainer.global_step > self.steps:
+            self.steps = trainer.global_step
             self.losses.append(float(trainer.strategy.step_loss))
             self.norms.append(float(trainer.strategy.grad_norm))
 

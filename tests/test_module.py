@@ -116,9 +116,8 @@ def test_validation_and_test_are_exact_token_means():
 def validate_on_two_ranks():
     pl.seed_everything(1, verbose=False)
     module = MegascaleModule(MODEL)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False
-    )  # fmt: skip
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", use_distributed_sampler=False, **quiet)
     rank = torch.distributed.get_rank()
     mine = DataLoader(rows(4, seed=9)[2 * rank : 2 * rank + 2], batch_size=1)
     return trainer.validate(module, mine, verbose=False)[0]["val/loss"]
@@ -194,7 +193,9 @@ def test_position_ids_reach_the_model():
 
 def test_load_from_checkpoint_and_resume(tmp_path):
     pl.seed_everything(1, verbose=False)
-    module = MegascaleModule({**MODEL, "tie_embeddings": True}, {"lr": 0.01, "lr_patterns": {"norm": 0.02}}, {"kind": "constant", "warmup_steps": 3})
+    module = MegascaleModule(
+        {**MODEL, "tie_embeddings": True}, {"lr": 0.01, "lr_patterns": {"norm": 0.02}}, {"kind": "constant", "warmup_steps": 3}
+    )
     same = DataLoader([rows(1)[0]] * 12, batch_size=2)  # Lightning starts the epoch again after a resume
     trainer = fit(module, same, folder=tmp_path, max_steps=4)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -236,6 +237,11 @@ class Bigram(torch.nn.Module):
 
     def forward(self, input_ids):
         return self.table(input_ids)
+
+
+class ListModel(Bigram):
+    def forward(self, input_ids):
+        return [self.table(input_ids)]
 
 
 def huggingface():
@@ -334,6 +340,8 @@ def test_wrong_batches_are_refused():
         module.loss({"input_ids": batch["input_ids"]})
     with pytest.raises(ValueError, match="the batch has document_ids"):
         module.loss({**batch, "document_ids": torch.zeros(2, 12)})
+    with pytest.raises(ValueError, match="the model returned list: it must return logits"):
+        MegascaleModule(ListModel()).loss(batch)
     with pytest.raises(ValueError, match="must be .rows, tokens. with at least one token"):
         module.generate(torch.zeros(2, 0, dtype=torch.long), 3)
 

@@ -155,7 +155,9 @@ def test_wrong_values_are_listed():
 
 def test_a_pattern_that_matches_nothing_is_refused():
     model = Decoder(PRESETS["tiny"])
-    with pytest.raises(ValueError, match="lr_patterns: pattern 'embed_token' matches no trainable parameter; the nearest name is 'embed_tokens'"):
+    with pytest.raises(
+        ValueError, match="lr_patterns: pattern 'embed_token' matches no trainable parameter; the nearest name is 'embed_tokens'"
+    ):
         build_optimizer(model.named_parameters(), lr=1.0, lr_patterns={"embed_token": 0.1})
     with pytest.raises(ValueError, match="no_decay: pattern 'layer.*' matches no"):
         build_optimizer(model.named_parameters(), lr=1.0, no_decay=["bias", "layer.*"])

@@ -98,7 +98,7 @@ class TrainProgress(ProgressBar):
         if "perf/tokens_per_second" in metrics:
             parts.append(f"{float(metrics['perf/tokens_per_second']):,.0f} tokens/s")
         done, seconds = step - self._begin[1], now - self._begin[0]
-        if self._total and 0 < done and step < self._total:
+        if self._total and done > 0 and step < self._total:
             parts.append(f"ETA {_clock(seconds / done * (self._total - step))}")
         elif self._total and step >= self._total:
             parts.append(f"took {_clock(seconds)}")

@@ -25,7 +25,7 @@ class TextSample(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is None or not hasattr(pl_module, "generate"):
-            raise ValueError("TextSample needs a data module with a tokenizer and a module with generate(): remove it with ~callbacks.sample")
+            raise ValueError("TextSample needs a data module with a tokenizer and a module with generate(); ~callbacks.sample removes it")
         device = trainer.strategy.root_device
         prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=device)
         generator = torch.Generator(device).manual_seed(0)  # equal draws on all ranks

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -26,7 +26,7 @@ class RunConfig:
 @dataclass
 class BatchConfig:
     global_size: int = 32  # rows of one optimizer step over all ranks
-    micro_size: Optional[int] = None  # rows of one forward on one rank; None: as many as one step gives it
+    micro_size: int | None = None  # rows of one forward on one rank; None: as many as one step gives it
     sequence_length: int = 128  # tokens of one row
 
 
@@ -45,10 +45,10 @@ class TrainerConfig:
     accelerator: str = "auto"
     precision: Any = None
     fast_dev_run: Any = False
-    max_epochs: Optional[int] = None
-    min_epochs: Optional[int] = None
+    max_epochs: int | None = None
+    min_epochs: int | None = None
     max_steps: int = -1
-    min_steps: Optional[int] = None
+    min_steps: int | None = None
     max_time: Any = None
     limit_train_batches: Any = None
     limit_val_batches: Any = None
@@ -56,16 +56,16 @@ class TrainerConfig:
     limit_predict_batches: Any = None
     overfit_batches: Any = 0.0
     val_check_interval: Any = None
-    check_val_every_n_epoch: Optional[int] = 1
-    num_sanity_val_steps: Optional[int] = None
-    log_every_n_steps: Optional[int] = None
-    enable_checkpointing: Optional[bool] = None
-    enable_progress_bar: Optional[bool] = None
-    enable_model_summary: Optional[bool] = None
-    gradient_clip_val: Optional[float] = None
-    gradient_clip_algorithm: Optional[str] = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
     deterministic: Any = None
-    benchmark: Optional[bool] = None
+    benchmark: bool | None = None
     inference_mode: bool = True
     use_distributed_sampler: bool = True
     profiler: Any = None
@@ -74,7 +74,7 @@ class TrainerConfig:
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: int = 0
     enable_autolog_hparams: bool = True
-    model_registry: Optional[str] = None
+    model_registry: str | None = None
 
 
 def _plan_schema() -> type:

@@ -22,7 +22,7 @@ from typing import Any
 from lightning_megascale.cli.errors import USER_ERROR_EXIT_CODE
 
 _RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK")
-_LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|DistNetworkError|ncclRemoteError|connectFullMesh failed|recv, remote")
+_LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|DistNetworkError|ncclRemoteError|connectFullMesh failed")
 _PRELOAD = ["torch", "lightning.pytorch", "torch.distributed.elastic.multiprocessing.api", "lightning_megascale.cli.preload"]
 _KEPT_LOGS = 5
 _OURS, _USER_ERROR = "MEGASCALE_PARENT", "user_error.txt"
@@ -52,8 +52,8 @@ def world_size() -> int:
 
 def local_world_size() -> int:
     """The ranks on this node, of the job that this process is a rank of."""
-    slurm = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_TASKS_PER_NODE", "1"))  # "4(x2)" or "4"
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or slurm.partition("(")[0].partition(",")[0])
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    return int(re.split("[(,]", _first_set(*names, default="1"))[0])  # Slurm says "4" or "4(x2)"
 
 
 def attempt() -> int:
@@ -112,7 +112,7 @@ def launch(
         monitor_interval=0.1,
         start_method=start_method,
         shutdown_timeout=shutdown_seconds,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects={local: Std.ALL for local in range(1, ranks)}),
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
     )
     try:
         elastic_launch(config, run)(*args)
@@ -178,7 +178,8 @@ def describe_failure(error: Any) -> tuple[str, int]:
         return f"megascale: rank {seen_rank} was asked to stop, and all ranks stopped with it", failure.exitcode
     if not reports or reports[0][0]:  # nobody raised on its own: a rank was killed
         text = f"{reports[0][3]}\n\n" if reports else ""
-        return f"{text}megascale: rank {seen_rank} ended with exit code {failure.exitcode}: a rank was killed from outside (out of memory?)", 1
+        ended = f"rank {seen_rank} ended with exit code {failure.exitcode}"
+        return f"{text}megascale: {ended}: a rank was killed from outside (out of memory?)", 1
     _, _, first, text = reports[0]
     others = sorted(report[2] for report in reports[1:])
     fell = f"; ranks {others} fell with it" if others else ""

@@ -79,7 +79,8 @@ def check_model(model: Any, sequence_length: int) -> None:
     if not isinstance(model, dict) or not model:
         raise UserError("there is no model: choose one with model=NAME, or give model._target_")
     if "_target_" in model:
-        return check_calls("model", model)
+        check_calls("model", model)
+        return
     from lightning_megascale.models.config import DecoderConfig
 
     try:

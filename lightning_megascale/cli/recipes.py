@@ -18,7 +18,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments:
         asked = arguments[0] in ("-h", "--help")
-        print("usage: megascale recipes\n\nLists the recipes. Run one with: megascale train recipe=NAME", file=sys.stdout if asked else sys.stderr)
+        usage = "usage: megascale recipes\n\nLists the recipes. Run one with: megascale train recipe=NAME"
+        print(usage, file=sys.stdout if asked else sys.stderr)
         raise SystemExit(0 if asked else USER_ERROR_EXIT_CODE)
     files = recipe_files(RECIPES)
     width = max(map(len, files)) + 2

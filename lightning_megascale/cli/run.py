@@ -28,10 +28,7 @@ def run_rank(ready: Prepared) -> None:
     quiet()
     options = ready.options
     try:
-        start = _decide(options)
-        if start.finished:  # inside somebody else's launcher; our own parent has seen it before
-            return
-        train(ready, start)
+        train(ready, _decide(options))
     except ValueError as error:
         if wants_traceback() or not _is_ours(error):
             raise
@@ -220,7 +217,9 @@ def _count(number: int) -> str:
 
 def quiet() -> None:
     """Silences what Lightning and torch say on every start and no user can act on."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_Unasked())
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_Unasked())
     for message in ("The `srun` command is available", ".*_pytree.*", ".*does not have many workers.*", ".*isinstance.treespec.*"):
         warnings.filterwarnings("ignore", message=message)
 
@@ -228,7 +227,11 @@ def quiet() -> None:
 class _Unasked(logging.Filter):
     """Drops tips and the lines that repeat what the header says."""
 
-    _drop = re.compile(r"tip|litlogger|litmodels|GPU available|TPU available|HPU available|Restor|^batch: |`Trainer|max_steps.*reached", re.I)
+    _drop = re.compile(
+        r"\btip\b|litlogger|litmodels|[GTH]PU available|restor|^batch: |`Trainer|max_steps.*reached"
+        r"|initializing distributed|^-{20}|distributed_backend|all distributed processes",
+        re.IGNORECASE,
+    )
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not self._drop.search(record.getMessage())

@@ -83,20 +83,16 @@ def _run(cfg: DictConfig) -> None:
     """One run: alone, or one of a sweep."""
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and launch.inside_launcher():
-        raise UserError("a sweep starts its runs one after the other, each with its own ranks: run megascale train itself, not inside a launcher")
+        raise UserError("a sweep starts the ranks of its runs one after the other: run megascale train itself, not inside a launcher")
     cfg.run.dir = os.path.relpath(HydraConfig.get().runtime.output_dir) if in_sweep else cfg.run.dir
     ranks = launch.world_size() if launch.inside_launcher() else number_of_ranks(cfg.launch.ranks)
     if not launch.inside_launcher():
         launch.warm_up(ranks, cfg.launch.start_method)
     ready = finish(cfg, ranks)
-    if launch.inside_launcher():
-        from lightning_megascale.cli.run import run_rank
-
-        return run_rank(ready)
     start = resume.decide(ready.options)
-    if start.finished:
-        print(finished_line(ready.options, start.finished))
-    else:
+    if start.finished and launch.rank() == 0:
+        print(finished_line(ready.options, start.finished), flush=True)
+    elif not start.finished:
         start_ranks(ready, ranks)
     if in_sweep:
         _RESULTS.append((HydraConfig.get().job.override_dirname, resume.read_finished(ready.options["run"]["dir"])))
@@ -135,9 +131,12 @@ def finish(cfg: DictConfig, ranks: int) -> prepare.Prepared:
 
 
 def start_ranks(ready: prepare.Prepared, ranks: int) -> None:
-    """Starts this machine's ranks and waits for them."""
+    """Starts this machine's ranks and waits for them; inside somebody else's launcher this process is one of them."""
     from lightning_megascale.cli.run import run_rank
 
+    if launch.inside_launcher():
+        run_rank(ready)
+        return
     settings = ready.options["launch"]
     launch.launch(
         run_rank,

@@ -49,6 +49,7 @@ class BatchLoader:
     ) -> None:
         self.stream, self.batches, self.length, self.on_epoch = stream, batches, length, on_epoch
         self.batch_size, self.num_workers = batch_size, num_workers
+        self.batch_sampler = None  # Lightning looks for one where there is a sampler
 
     @property
     def sampler(self) -> BatchLoader:

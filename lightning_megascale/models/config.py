@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -42,8 +43,8 @@ class DecoderConfig:
     num_heads: int
     intermediate_size: int
     max_position_embeddings: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    num_kv_heads: int = None  # type: ignore[assignment]  # an int once made
+    head_dim: int = None  # type: ignore[assignment]
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     positions: Literal["rope", "learned"] = "rope"
@@ -63,8 +64,8 @@ class DecoderConfig:
                 object.__setattr__(self, "num_kv_heads", self.num_heads)
             if self.head_dim is None:
                 object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-            if self.positions == "rope" and self.head_dim % 2:  # type: ignore[operator]
-                wrong.append(f"head_dim={self.head_dim}: must be even with positions='rope', which rotates pairs; or use positions='learned'")
+            if self.positions == "rope" and self.head_dim % 2:
+                wrong.append(f"head_dim={self.head_dim}: must be even with positions='rope', which rotates pairs; or 'learned'")
         if wrong:
             raise ValueError("decoder config:\n  " + "\n  ".join(wrong))
 
@@ -101,8 +102,6 @@ class DecoderConfig:
         Raises:
             ValueError: naming keys that do not exist, with the nearest, and keys that are missing.
         """
-        import difflib
-
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:

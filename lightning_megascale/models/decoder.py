@@ -69,8 +69,9 @@ class Decoder(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
             nn.init.ones_(module.weight)
-        if getattr(module, "bias", None) is not None:
-            nn.init.zeros_(module.bias)
+        bias = getattr(module, "bias", None)
+        if isinstance(bias, Tensor):
+            nn.init.zeros_(bias)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None
@@ -142,5 +143,5 @@ def _block(config: DecoderConfig) -> DecoderBlock:
         norm_eps=config.norm_eps,
     )
     mlp = FeedForward(config.hidden_size, config.intermediate_size, kind=config.mlp, bias=config.bias)
-    norms = [make_norm(config.norm, config.hidden_size, config.norm_eps, config.bias) for _ in range(2)]
-    return DecoderBlock(attention, mlp, *norms, dropout=config.dropout)
+    attention_norm, mlp_norm = (make_norm(config.norm, config.hidden_size, config.norm_eps, config.bias) for _ in range(2))
+    return DecoderBlock(attention, mlp, attention_norm, mlp_norm, config.dropout)

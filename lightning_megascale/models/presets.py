@@ -67,8 +67,7 @@ PRESETS: dict[str, DecoderConfig] = {
 
 def count_parameters(config: DecoderConfig) -> int:
     """Parameters of ``Decoder(config)``, a tied weight counted once."""
-    model, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads or config.num_heads
-    head_dim = config.head_dim or model // heads
+    model, heads, groups, head_dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     features_out = [heads * head_dim, groups * head_dim, groups * head_dim, model]  # q, k, v, o
     attention = model * sum(features_out[:3]) + heads * head_dim * model + config.bias * sum(features_out)
     inner = (2 if config.mlp == "swiglu" else 1) * config.intermediate_size

@@ -6,12 +6,13 @@ Shapes: T tokens, C tokens of a chunk, D model, V vocabulary (rows of the weight
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 def linear_cross_entropy(
@@ -83,7 +84,7 @@ def cross_entropy_from_shards(
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(f"labels have shape {tuple(labels.shape)}, must be that of logits without the last dim: {tuple(logits.shape[:-1])}")
+        raise ValueError(f"labels have shape {tuple(labels.shape)}, must be {tuple(logits.shape[:-1])}: logits without their last dim")
     labels_T = labels.reshape(-1)
     _check_labels(labels_T, logits.shape[-1] * _size(group), ignore_index)
     loss_sum = _ShardedCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels_T, ignore_index, group)
@@ -95,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden_TD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
@@ -110,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=exact) if wants[1] else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=exact) if wants[2] else None
+        grad_bias_V = torch.zeros_like(weight_VD[:, 0], dtype=exact) if wants[2] else None
         loss_sum = torch.zeros((), dtype=exact, device=hidden_TD.device)
         with _autocast_off(hidden_TD.device.type):
             matrix_VD, offset_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
@@ -132,10 +133,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [
-            None if grad is None else (grad * grad_loss).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [None if grad is None else (grad * grad_loss).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return (*grads, None, None, None, None, None, None)
 
 
@@ -143,9 +142,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     """The softmax of this rank's columns, kept for the backward as the gradient it is."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, logits_TV: Tensor, labels_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None
-    ) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None) -> Tensor:
         exact = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
         loss_T, grad_TV = _loss_and_gradient(logits_TV.to(exact, copy=True), labels_T, ignore_index, group, True)
         ctx.save_for_backward(grad_TV.to(logits_TV.dtype))
@@ -153,7 +150,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         (grad_TV,) = ctx.saved_tensors
         return (grad_TV * grad_loss).to(grad_TV.dtype), None, None, None
 
@@ -227,7 +224,7 @@ def _autocast_off(device: str) -> AbstractContextManager[None]:
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_tokens: int) -> None:
     if hidden.shape[:-1] != labels.shape:
-        raise ValueError(f"labels have shape {tuple(labels.shape)}, must be that of hidden without the last dim: {tuple(hidden.shape[:-1])}")
+        raise ValueError(f"labels have shape {tuple(labels.shape)}, must be {tuple(hidden.shape[:-1])}: hidden without its last dim")
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, must be (vocabulary, {hidden.shape[-1]}): the last dim of hidden")
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -42,9 +42,8 @@ def build(kind: str, layers: int, dtype: torch.dtype) -> Decoder:
 def formula(kind: str, mode: str | None, tp: int, dtype: torch.dtype) -> int:
     """Bytes kept per layer and microbatch, on CPU.
 
-    kv is repeated to the query heads by a copy before the attention core, which keeps it so; a recomputed layer makes the copy again. The
-    flash kernel of the CPU keeps its log-sum-exp in float32, for float64 inputs in float64; layer norm its two statistics in the type of
-    the input.
+    The attention core takes grouped heads as they are, so keys and values are kept once per group. The flash kernel of the CPU keeps its
+    log-sum-exp in float32, for float64 inputs in float64; layer norm its two statistics in the type of the input.
     """
     e, d, n, g, f = dtype.itemsize, SIZES["hidden_size"], SIZES["num_heads"], SIZES["num_kv_heads"], SIZES["intermediate_size"]
     tokens, h = BATCH * LENGTH, d // n
@@ -56,8 +55,7 @@ def formula(kind: str, mode: str | None, tp: int, dtype: torch.dtype) -> int:
         return part
     if mode == "selective":
         return part + 2 * q + 2 * kv + lse + (2 if gated else 1) * ffn + 2 * part
-    kv_kept = q if g < n else kv
-    return 4 * part + statistics + 2 * q + 2 * kv_kept + lse + (4 if gated else 2) * ffn
+    return 4 * part + statistics + 2 * q + 2 * kv + lse + (4 if gated else 2) * ffn
 
 
 # ---- counting ----------------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,9 @@ def test_endless_shards_are_split_lazily() -> None:
 
 
 def test_it_is_a_nodesplitter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_shards(tmp_path, "train", [Document(f"d{i}", f"text {i}", np.arange(i + 1, dtype=np.uint16)) for i in range(6)], documents_per_shard=2)
+    write_shards(
+        tmp_path, "train", [Document(f"d{i}", f"text {i}", np.arange(i + 1, dtype=np.uint16)) for i in range(6)], documents_per_shard=2
+    )
     urls = sorted(map(str, tmp_path.glob("*.tar")))
     monkeypatch.setenv("RANK", "1")  # must not matter
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -38,9 +38,7 @@ def test_loss_is_that_of_the_logits(kind):
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-11)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    for name, ours, theirs in zip(
-        names, torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
-    ):
+    for name, ours, theirs in zip(names, torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10, msg=name)
 
 

@@ -111,7 +111,7 @@ def make(kind):
         config, names = QWEN3, LLAMA_NAMES
         theirs = llama_like(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, config)
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():  # biases and norms too, so that none of them can be lost
+        for parameter in theirs.parameters():  # biases and norms too, so that none of them can be lost
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     ours = Decoder(config)

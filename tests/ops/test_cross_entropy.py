@@ -193,7 +193,7 @@ def test_a_label_outside_is_nan_where_it_is_not_looked_at(monkeypatch):
 
 def test_shapes_are_checked():
     hidden, weight, bias, labels = problem()
-    with pytest.raises(ValueError, match=r"labels have shape \(3, 6\), must be that of hidden without the last dim: \(3, 7\)"):
+    with pytest.raises(ValueError, match=r"labels have shape \(3, 6\), must be \(3, 7\): hidden without its last dim"):
         linear_cross_entropy(hidden, weight, labels[:, 1:])
     with pytest.raises(ValueError, match=r"weight has shape \(12, 32\), must be \(vocabulary, 12\)"):
         linear_cross_entropy(hidden, weight.t(), labels)

@@ -5,9 +5,22 @@ whatever goes wrong on one rank is raised on all of them. Everything else needs 
 """
 
 from lightning_megascale.strategies.checkpoint.exporting import export, reshard_checkpoint
-from lightning_megascale.strategies.checkpoint.files import is_checkpoint
+from lightning_megascale.strategies.checkpoint.files import is_checkpoint, remove
 from lightning_megascale.strategies.checkpoint.loading import load
 from lightning_megascale.strategies.checkpoint.report import CheckpointReport, check, list_checkpoints, read_metadata
 from lightning_megascale.strategies.checkpoint.saving import save
+from lightning_megascale.strategies.checkpoint.single_file import save_single_file
 
-__all__ = ["CheckpointReport", "check", "export", "is_checkpoint", "list_checkpoints", "load", "read_metadata", "reshard_checkpoint", "save"]
+__all__ = [
+    "CheckpointReport",
+    "check",
+    "export",
+    "is_checkpoint",
+    "list_checkpoints",
+    "load",
+    "read_metadata",
+    "remove",
+    "reshard_checkpoint",
+    "save",
+    "save_single_file",
+]

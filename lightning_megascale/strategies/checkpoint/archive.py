@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from lightning_megascale.strategies.checkpoint.files import DCP_METADATA, META, is_file_checkpoint, is_folder_checkpoint, load_pickled, locate
+from lightning_megascale.strategies.checkpoint.files import (
+    DCP_METADATA,
+    META,
+    is_file_checkpoint,
+    is_folder_checkpoint,
+    load_pickled,
+    locate,
+)
 from lightning_megascale.strategies.checkpoint.optimizer import NOT_AN_OPTION, SavedOptimizer
 from lightning_megascale.strategies.checkpoint.state import canonical
 
@@ -150,7 +157,9 @@ def open_archive(path: str | os.PathLike, weights_only: bool | None = None, *, m
     try:
         layout = FileSystemReader(path).read_metadata()
     except Exception as error:
-        raise ValueError(f"checkpoint {path}: {DCP_METADATA} is unreadable ({error}); the file is torn, take an older checkpoint") from error
+        raise ValueError(
+            f"checkpoint {path}: {DCP_METADATA} is unreadable ({error}); the file is torn, take an older checkpoint"
+        ) from error
     meta = load_pickled(path / META, path / META, weights_only) if metadata else {}
     parts = sorted(path.glob("part_*.pt"))
     archive = Archive(path, "megascale" if parts else "ModelParallelStrategy", meta, lambda: _FolderReader(path, layout), dcp=layout)
@@ -206,7 +215,7 @@ def _read_lightning_folder(archive: Archive, metadata: Metadata) -> None:
             elif not in_bytes:
                 states.setdefault(int(match[1]), {}).setdefault(canonical(route[2]), {})[route[3]] = key
     for index in sorted(groups):
-        rows = [_group(row, canonical) for _, row in sorted(groups[index].items())]
+        rows = [_group(row) for _, row in sorted(groups[index].items())]
         archive.optimizers.append(SavedOptimizer(None, rows, states.get(index, {})))
 
 
@@ -217,9 +226,13 @@ def _read_bytes(path: Path, metadata: Metadata, key: str) -> Any:
         return load_pickled(io.BytesIO(file.read(place.length)), f"{path}: {key}", True)
 
 
-def _group(row: dict[str, Any], rename: Callable[[Any], Any] = lambda name: name) -> dict[str, Any]:
+def _clean(name: Any) -> Any:
+    return canonical(name) if isinstance(name, str) else name
+
+
+def _group(row: dict[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in row.items() if key not in NOT_AN_OPTION or key == "param_names"}
-    return {"names": [rename(name) for name in row["params"]], "options": options}
+    return {"names": [_clean(name) for name in row["params"]], "options": options}
 
 
 def _open_file(path: Path, weights_only: bool | None) -> Archive:
@@ -242,16 +255,15 @@ def _open_file(path: Path, weights_only: bool | None) -> Archive:
             by_storage.setdefault((value.untyped_storage().data_ptr(), value.storage_offset(), value.shape), []).append(name)
     archive.tied = [names for names in by_storage.values() if len(names) > 1]
     for index, state in enumerate(content.pop("optimizer_states", [])):
-        rename = lambda i: canonical(i) if isinstance(i, str) else i  # noqa: E731
-        saved = SavedOptimizer(None, [_group(row, rename) for row in state["param_groups"]])
+        saved = SavedOptimizer(None, [_group(row) for row in state["param_groups"]])
         for i, entries in state["state"].items():
             for key, value in entries.items():
                 if isinstance(value, Tensor):
                     storage_key = f"optimizer.{index}.state.{i}.{key}"
                     tensors[storage_key] = value
-                    saved.tensors.setdefault(rename(i), {})[key] = storage_key
+                    saved.tensors.setdefault(_clean(i), {})[key] = storage_key
                 else:
-                    saved.values.setdefault(rename(i), {})[key] = value
+                    saved.values.setdefault(_clean(i), {})[key] = value
         archive.optimizers.append(saved)
     archive.sizes = {key: (tensor.size(), tensor.dtype) for key, tensor in tensors.items()}
     return archive

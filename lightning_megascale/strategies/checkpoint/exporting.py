@@ -1,4 +1,4 @@
-"""Turning a checkpoint into one file, sharded safetensors, or a consolidated folder: streamed, one tensor in memory at a time, one process."""
+"""A checkpoint as one file, sharded safetensors or a consolidated folder: streamed, one tensor in memory at a time, one process."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def reshard_checkpoint(path: str | os.PathLike, out: str | os.PathLike, ranks: i
         raise ValueError(f"ranks={ranks}: the number of files must be at least 1")
     archive = open_archive(path, metadata=False)
     if archive.kind != "megascale":
-        raise ValueError(f"{archive.path} is a {archive.kind} checkpoint: only folders of MegascaleStrategy can be resharded; it can be exported")
+        raise ValueError(
+            f"{archive.path} is a {archive.kind} checkpoint: only folders of MegascaleStrategy can be resharded; it can be exported"
+        )
     target = files.local_path(out)
     temporary = _aside(target)
     try:
@@ -140,8 +142,9 @@ def _aside(target: Path) -> Path:
     return target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+def _bytes(tensor: Tensor) -> Any:
+    """A tensor's memory as something ``write`` takes, without a copy."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _write_ckpt(archive: Archive, path: Path) -> None:

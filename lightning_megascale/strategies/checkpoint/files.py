@@ -49,8 +49,7 @@ def locate(path: str | os.PathLike) -> Path:
     path = local_path(path)
     if path.exists():
         return path
-    complete = lambda child: ".old-" in child.name or (child / MANIFEST).is_file()  # noqa: E731
-    stranded = [child for child in leftovers(path) if is_checkpoint(child) and complete(child)]
+    stranded = [c for c in leftovers(path) if is_checkpoint(c) and (".old-" in c.name or (c / MANIFEST).is_file())]
     if stranded:
         return max(stranded, key=lambda child: child.stat().st_mtime)
     near = [child.name for child in path.parent.iterdir() if is_checkpoint(child)] if path.parent.is_dir() else []
@@ -97,8 +96,9 @@ def load_pickled(file: Path | io.BytesIO, name: Any, weights_only: bool | None, 
         found = re.search(r"GLOBAL ([\w.]+)|`?([\w.]+)`? was not an allowed global", str(error))
         what = next(filter(None, found.groups())) if found else "a class"
         raise ValueError(
-            f"{name} holds an object of {what}, which torch does not unpickle by default because unpickling can run code. If you trust the "
-            f"file: weights_only=False (Trainer.fit(..., weights_only=False)), or torch.serialization.add_safe_globals([{what.split('.')[-1]}])"
+            f"{name} holds an object of {what}, which torch does not unpickle by default because unpickling can run code. "
+            "If you trust the file: weights_only=False (Trainer.fit(..., weights_only=False)), "
+            f"or torch.serialization.add_safe_globals([{what.split('.')[-1]}])"
         ) from error
 
 
@@ -150,8 +150,9 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename is not None and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0
 
 
-def remove(path: Path) -> None:
-    """Removes a folder, a file or a link (not what it points to)."""
+def remove(path: str | os.PathLike) -> None:
+    """Removes a folder, a file or a link (not what it points to); fine when there is nothing."""
+    path = local_path(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -121,14 +121,18 @@ def _plan_optimizers(archive: Archive, module: nn.Module, optimizers: Sequence[A
             "load the weights into the module instead (load_from_checkpoint, init_from), or save with save_weights_only=False"
         )
     if len(archive.optimizers) != len(optimizers):
-        raise ValueError(f"checkpoint {archive.path} holds {len(archive.optimizers)} optimizers, configure_optimizers gave {len(optimizers)}")
+        raise ValueError(
+            f"checkpoint {archive.path} holds {len(archive.optimizers)} optimizers, configure_optimizers gave {len(optimizers)}"
+        )
     names = parameter_names(module)
     saved = [named(i, one, optimizers[i], module, archive.sizes) for i, one in enumerate(archive.optimizers)]
     dtypes = {name: archive.sizes[key][1] for name, key in archive.model.items()}
     return [plan_optimizer(i, one, saved, names, archive.tied, archive.sizes, dtypes) for i, one in enumerate(optimizers)]
 
 
-def _model_targets(archive: Archive, state: ModelState) -> tuple[dict[str, Tensor], list[tuple[str, str, Tensor, Tensor]], dict[str, Tensor]]:
+def _model_targets(
+    archive: Archive, state: ModelState
+) -> tuple[dict[str, Tensor], list[tuple[str, str, Tensor, Tensor]], dict[str, Tensor]]:
     """What DCP fills: the module's tensors in place; a scratch tensor for the second name of a tied one; new tensors for copies."""
     targets: dict[str, Tensor] = {}
     repeats: list[tuple[str, str, Tensor, Tensor]] = []
@@ -159,7 +163,12 @@ def _check_tied(repeats: Sequence[tuple[str, str, Tensor, Tensor]]) -> None:
 
 
 def _restore_loaders(
-    what: str, metadata: dict[str, Any], archive: Archive, data_parallel_rank: int, weights_only: bool | None, group: dist.ProcessGroup | None
+    what: str,
+    metadata: dict[str, Any],
+    archive: Archive,
+    data_parallel_rank: int,
+    weights_only: bool | None,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Gives each data-parallel rank its loader states; after a change of their number only states that are all equal still mean something."""
     if not archive.loaders:

@@ -19,7 +19,9 @@ from lightning_megascale.strategies.checkpoint.state import canonical, parameter
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 NOT_AN_OPTION = frozenset({"params", "param_names", "names"})
 # State keys of torch's optimizers that have the shape of their parameter.
-LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf", "sum", "prev"})
+LIKE_PARAMETER = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf", "sum", "prev"}
+)
 
 
 def optimizer_key(index: int, name: str, key: str) -> str:

@@ -94,7 +94,9 @@ def _collect(module: nn.Module, optimizers: Sequence[Any]) -> tuple[dict[str, Te
     tensors = {name: tensor.detach() for name, tensor in state.all_tensors().items()}
     clash = next((name for name in tensors if OPTIMIZER_KEY.match(name)), None)
     if clash:
-        raise ValueError(f"module state {clash!r} has a name of the form optimizer.N.state.*, which is kept for optimizers; rename the module")
+        raise ValueError(
+            f"module state {clash!r} has a name of the form optimizer.N.state.*, which is kept for optimizers; rename the module"
+        )
     names = parameter_names(module)
     records = []
     for index, optimizer in enumerate(optimizers):

@@ -41,7 +41,7 @@ def together(what: str, step: Callable[[], T], group: dist.ProcessGroup | None) 
     own: BaseException | None = None
     try:
         result = step()
-    except (Exception, CheckpointException) as error:
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 raised again below, on all ranks
         own = error
     failures = gather(None if own is None else (isinstance(own, ValueError), str(own), type(own).__name__), group)
     if any(failures):
