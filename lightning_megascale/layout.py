@@ -167,7 +167,8 @@ def repeated_blocks(modules: Sequence[ModuleInfo]) -> tuple[str, ...]:
         groups: dict[tuple[str, int], list[str]] = {}
         for child in children.get(parent, []):
             inner = signature(child)
-            if sum(len(row[2]) for row in inner) and len(inner) > 1:  # a bare layer is no block
+            callable_ = by_name[child].kind not in ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
+            if callable_ and sum(len(row[2]) for row in inner) and len(inner) > 1:  # a bare layer is no block
                 groups.setdefault((by_name[child].kind, hash(inner)), []).append(child)
         repeated = [child for group in groups.values() if len(group) > 1 for child in group]
         kinds = {by_name[child].kind for child in repeated}

@@ -54,7 +54,7 @@ class LossCurve(Callback):
             draw(self.losses, self.path)
 
 
-def smooth(points: list[tuple[int, float]], share: float = 0.9) -> list[tuple[int, float]]:
+def smooth(points: list[tuple[int, float]], share: float = 0.8) -> list[tuple[int, float]]:
     """An exponential moving average without the bias of its start.
 
     Source: bias correction as in Adam, Kingma and Ba 2015, section 3.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,19 +26,30 @@ USAGE = """megascale checkpoint VERB PATH ...
                                 trust=true unpickles hyper-parameters of own classes (this can run code of the file)"""
 
 
-def main(arguments: list[str]) -> int:
-    """Runs one verb. A user's mistake is one message and exit code 2; ``check`` of a broken checkpoint is exit code 1."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one verb and returns the exit code: 2 after a user's mistake (one message), 1 when ``check`` finds a broken checkpoint.
+
+    Args:
+        arguments: what follows ``megascale checkpoint``; None: this process's command line, which then also ends with the code.
+    """
+    code = _run(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and code:
+        raise SystemExit(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     console = Console()
     try:
         if not arguments or arguments[0] in ("--help", "-h", "help"):
-            console.print(USAGE, highlight=False, markup=False)
+            console.print(USAGE, highlight=False, markup=False, soft_wrap=True)
             return 0
         verb, *rest = arguments
         if verb not in _VERBS:
             raise UserError(f"checkpoint has no verb {verb!r}{nearest(verb, _VERBS)} Verbs: {', '.join(_VERBS)}")
         run, positional, keys = _VERBS[verb]
         if rest and rest[0] in ("--help", "-h"):
-            console.print(USAGE, highlight=False, markup=False)
+            console.print(USAGE, highlight=False, markup=False, soft_wrap=True)
             return 0
         return run(console, **_parse(verb, rest, positional, keys))
     except ValueError as error:
@@ -100,9 +112,11 @@ def _list(console: Console, path: str) -> int:
     reports = list_checkpoints(path)
     if not reports:
         raise UserError(f"there is no checkpoint in {path} and three folders below it")
-    table = Table("checkpoint", "step", "epoch", "parameters", "size", "ranks", "kind", "written")
+    table = Table()
+    for title in ("checkpoint", "step", "epoch", "parameters", "size", "ranks", "kind"):
+        table.add_column(title, overflow="fold")
     for report in reports:
-        table.add_row(_name(report.path, path), *_row(report), report.kind, (report.time or "")[:19].replace("T", " "))
+        table.add_row(_name(report.path, path), *_row(report), report.kind)
     console.print(table)
     for report in reports:
         for problem in report.problems:
@@ -115,8 +129,8 @@ def _name(path: Path, root: str) -> str:
 
 
 def _row(report: CheckpointReport) -> list[str]:
-    text = lambda value: "?" if value is None else str(value)  # noqa: E731
-    return [text(report.step), text(report.epoch), _size(report.parameters, ""), _size(report.size), text(report.world_size)]
+    step, epoch, ranks = ("?" if value is None else str(value) for value in (report.step, report.epoch, report.world_size))
+    return [step, epoch, _size(report.parameters, ""), _size(report.size), ranks]
 
 
 def _check(console: Console, path: str) -> int:

@@ -100,11 +100,12 @@ def launch(
             logging.getLogger(name).setLevel(logging.CRITICAL)
     logs = Path(run_dir) / "logs"
     _prune(logs)
+    run_id = uuid.uuid4().hex[:8]
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex[:8],
+        run_id=run_id,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
@@ -117,7 +118,8 @@ def launch(
     try:
         elastic_launch(config, run)(*args)
     except ChildFailedError as error:
-        message, code = describe_failure(error)
+        attempts = sorted(logs.glob(f"{run_id}_*/attempt_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+        message, code = describe_failure(error, attempts[-1])
         print(message, file=sys.stderr, flush=True)
         raise SystemExit(code) from None
     except SignalException as error:
@@ -151,7 +153,7 @@ def report_user_error(message: str, run_dir: str) -> None:
     print(f"megascale: {message}", file=sys.stderr, flush=True)
 
 
-def describe_failure(error: Any) -> tuple[str, int]:
+def describe_failure(error: Any, attempt_folder: Path) -> tuple[str, int]:
     """What to print about a failed launch, and the exit code.
 
     torch reports the rank whose exit it saw first, often a healthy one that lost its peer, and stamps errors in whole seconds. So
@@ -159,12 +161,12 @@ def describe_failure(error: Any) -> tuple[str, int]:
 
     Args:
         error: torch's ChildFailedError.
+        attempt_folder: logs of the last attempt, one folder per rank.
 
     Returns:
         The message of a user's error and 2; or the root cause's traceback with its rank and 1.
     """
     seen_rank, failure = error.get_first_failure()
-    attempt_folder = Path(failure.error_file).parent.parent
     told = sorted(attempt_folder.glob(f"*/{_USER_ERROR}"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
     if told:
         return f"megascale: {told[0].read_text()}", USER_ERROR_EXIT_CODE

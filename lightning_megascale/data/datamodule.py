@@ -83,7 +83,8 @@ class TextDataModule(LightningDataModule):
     the very next sequence, in the middle of an epoch or not, under another data-parallel size, batch size or worker count.
 
     **Validation** is in storage order, all of it. Its sequences are spread evenly over the batches, and rows that fill up a
-    batch carry labels of -100 (with ``batch_size=1`` up to data-parallel size - 1 sequences are left out instead, so that no rank has an empty batch).
+    batch carry labels of -100 (with ``batch_size=1`` up to data-parallel size - 1 sequences are left out instead, so that no rank
+    has an empty batch).
 
     Args:
         cache_dir: where the shards go; None means $MEGASCALE_CACHE, or ~/.cache/lightning_megascale.

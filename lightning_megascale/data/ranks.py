@@ -65,8 +65,8 @@ def _every_nth(shards: Iterable[T], rank: int, size: int) -> Iterator[T]:
     first = list(islice(shards, size))
     if len(first) < size:
         raise ValueError(
-            f"{len(first)} shards for data_parallel_size={size}: every data-parallel rank needs a shard of its own, or its peers wait for it"
-            " for ever; write more shards or use fewer data-parallel ranks"
+            f"{len(first)} shards for data_parallel_size={size}: every data-parallel rank needs a shard of its own, or its peers wait"
+            " for it for ever; write more shards or use fewer data-parallel ranks"
         )
     yield first[rank]
     yield from islice(shards, rank, None, size)

@@ -160,7 +160,7 @@ def _write_ckpt(archive: Archive, path: Path) -> None:
                 fakes[name] = fakes[group[0]]
     kept = {key: value for key, value in archive.metadata.items() if key in _KEPT or key.startswith("datamodule_h")}
     content: dict[str, Any] = {**kept, "state_dict": {**fakes, **archive.objects}}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
+    with files.operating_system_errors(), torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(content, path)
     with FakeTensorMode():
         laid_out = torch.load(path, weights_only=False)  # our own file, just written

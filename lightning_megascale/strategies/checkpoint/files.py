@@ -19,6 +19,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,22 @@ def load_pickled(file: Path | io.BytesIO, name: Any, weights_only: bool | None, 
         ) from error
 
 
+@contextmanager
+def operating_system_errors() -> Iterator[None]:
+    """Shows the full disk behind ``torch.save``'s "unexpected pos 704 vs 598"."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
 def write_pickled(content: Any, path: Path) -> None:
     """``torch.save`` that is on the disk when it returns."""
     with open(path, "wb") as file:
-        torch.save(content, file)
+        with operating_system_errors():
+            torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
 

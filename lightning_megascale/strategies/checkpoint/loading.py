@@ -170,7 +170,7 @@ def _restore_loaders(
     weights_only: bool | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Gives each data-parallel rank its loader states; after a change of their number only states that are all equal still mean something."""
+    """Gives each data-parallel rank its loader states; when their number changed, only states that are all equal mean something."""
     if not archive.loaders:
         return
     size = 1 + max(gather(data_parallel_rank, group))
@@ -215,8 +215,8 @@ def _restore_schedulers(
             owners = range(len(states))
         else:
             raise ValueError(
-                f"the parameter groups changed, and it is unclear which of {len(optimizers)} optimizers each of {len(states)} learning-rate "
-                "schedulers belongs to; give scheduler_optimizers"
+                f"the parameter groups changed, and it is unclear which of {len(optimizers)} optimizers each of {len(states)} "
+                "learning-rate schedulers belongs to; give scheduler_optimizers"
             )
     metadata["lr_schedulers"] = [
         regroup_scheduler(state, plans[owner].origin, len(archive.optimizers[owner].groups), optimizers[owner])

@@ -40,7 +40,8 @@ def optimizer_record(index: int, optimizer: Optimizer, names: Mapping[int, Seque
     Parameters without state (frozen, never stepped, SGD without momentum) have no tensors; non-tensor entries go to the record.
 
     Returns:
-        ``{"optimizer.{i}.state.{name}.{key}": tensor}`` and ``{"class", "groups": [{"names", "options"}], "values": {name: {key: value}}}``.
+        ``{"optimizer.{i}.state.{name}.{key}": tensor}``, and a record
+        ``{"class", "groups": [{"names", "options"}], "values": {name: {key: value}}}``.
 
     Raises:
         ValueError: when a parameter of the optimizer is not one of the module's, or a state holds DTensors inside a container.

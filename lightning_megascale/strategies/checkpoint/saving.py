@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import secrets
@@ -15,8 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.utils import _pytree as pytree
 
 from lightning_megascale.strategies.checkpoint import files
@@ -116,13 +120,33 @@ def _kind_of_rank(part: dict[str, Any], group: dist.ProcessGroup | None) -> int 
     return first.index(rank) if rank in first else None
 
 
+class _Writer(FileSystemWriter):
+    """DCP's writer, with the operating system's error instead of the zip writer's."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with files.operating_system_errors():
+            return super().write_data(plan, planner)
+
+
+class _Planner(DefaultSavePlanner):
+    """Takes each plain tensor from the first rank that has it; DCP alone would spread them over the ranks, and mix the buffers of several
+    (running mean of one, running variance of another). Replicas of DTensors are equal by contract and are spread."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
+        seen: set[str] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.type != WriteItemType.TENSOR or item.index.fqn not in seen]
+            seen.update(item.index.fqn for item in items if item.type == WriteItemType.TENSOR)
+            plans.append(dataclasses.replace(plan, items=items))
+        return super().create_global_plan(plans)
+
+
 def _write_tensors(what: str, tensors: dict[str, Tensor], temporary: Path, group: dist.ProcessGroup | None) -> dcp.Metadata:
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        return dcp_together(
-            what, lambda: dcp.save(tensors, storage_writer=FileSystemWriter(temporary), planner=planner, process_group=group)
-        )
+        return dcp_together(what, lambda: dcp.save(tensors, storage_writer=_Writer(temporary), planner=planner, process_group=group))
 
 
 def _split_loaders(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -140,8 +164,8 @@ def _check_portable(meta: dict[str, Any]) -> None:
     for key, value in meta.items():
         if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value)):
             raise ValueError(
-                f"checkpoint[{key!r}] holds a DTensor: only rank 0's shard of it would be saved. Keep it as a buffer of the LightningModule, "
-                "or gather it with full_tensor() in the hook that puts it there"
+                f"checkpoint[{key!r}] holds a DTensor: only rank 0's shard of it would be saved. "
+                "Keep it as a buffer of the LightningModule, or gather it with full_tensor() in the hook that puts it there"
             )
 
 
