@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_megascale.registry import register_when_imported
+
 __version__ = "0.1.0"
 
 _NAMES = {
@@ -32,3 +34,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_NAMES])
+
+
+register_when_imported()

@@ -53,6 +53,7 @@ FEATURES = (
     Feature("precision", "float64"),
     Feature("precision", "float32"),
     Feature("precision", "bf16-mixed"),
+    Feature("precision", "bf16-true"),
     Feature("init", "eager"),
     Feature("init", "meta"),
     Feature("embeddings", "free head"),

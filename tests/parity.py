@@ -34,7 +34,8 @@ AXES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "hsdp x tp": (8, 4, dict(tensor_parallel_size=2, data_parallel_replicate_size=2)),
     "hsdp x tp+sp": (8, 4, dict(tensor_parallel_size=2, data_parallel_replicate_size=2, sequence_parallel=True)),
 }
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16-mixed": torch.float32}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.float32}
+HALF = ("bf16-mixed", "bf16-true")
 
 
 def plan_of(case: Case) -> dict[str, Any]:
@@ -91,7 +92,8 @@ class Rows(Dataset):
 
 
 def scalar_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+    logits = model(batch["input_ids"]).flatten(0, 1)
+    return F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, batch["labels"].flatten())
 
 
 def make_optimizer(parameters: Any, dtype: torch.dtype) -> torch.optim.Optimizer:
@@ -160,12 +162,11 @@ def train_parallel(case: Case) -> dict[str, Any]:
     torch.manual_seed(SEED)
     module, recorder = ParityModule(case), Recorder()
     strategy = MegascaleStrategy(**plan_of(case))
-    mixed = case["precision"] == "bf16-mixed"
     trainer = L.Trainer(
         accelerator="cpu",
         devices=AXES[case["axes"]][0],
         strategy=strategy,
-        precision="bf16-mixed" if mixed else "32-true",
+        precision=case["precision"] if case["precision"] in HALF else "32-true",
         max_steps=STEPS,
         gradient_clip_val=CLIP,
         accumulate_grad_batches=accumulation_of(case),
@@ -276,7 +277,7 @@ def check(case: Case, timeout: float = 120) -> None:
 
 
 def compare(case: Case, mine: dict[str, Any]) -> None:
-    if case["precision"] == "bf16-mixed":
+    if case["precision"] in HALF:
         return _compare_bf16(case, mine)
     reference = train_single(case)
     tolerance = 1e-10 if case["precision"] == "float64" else 1e-5
@@ -304,7 +305,7 @@ def _compare_bf16(case: Case, mine: dict[str, Any]) -> None:
     assert error <= 1.5 * allowed, f"gradients: error {error:.2e} against float64, one device in bf16 has {allowed:.2e}"
     off, granted = abs(mine["losses"][0] - exact["losses"][0]), abs(single["losses"][0] - exact["losses"][0])
     assert off <= 1.5 * granted + 2e-3, f"loss: error {off:.2e} against float64, one device in bf16 has {granted:.2e}"
-    assert error > 1e-4 * global_norm(exact["gradients"][0]), "bf16-mixed gave float32's numbers: precision was ignored"
+    assert error > 1e-4 * global_norm(exact["gradients"][0]), "bfloat16 gave float32's numbers: precision was ignored"
 
 
 def default_case(**choices: str) -> Case:

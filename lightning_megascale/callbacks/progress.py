@@ -50,7 +50,8 @@ class TrainProgress(ProgressBar):
         self._begin = self._printed = (time.monotonic(), trainer.global_step)
         if sys.stdout.isatty():
             console = Console()
-            self._bar = Progress(TextColumn("{task.fields[step]}"), BarColumn(24), TextColumn("{task.fields[text]}"), console=console)
+            columns = TextColumn("{task.fields[step]}"), BarColumn(24), TextColumn("{task.fields[text]}")
+            self._bar = Progress(*columns, console=console, refresh_per_second=4)
             self._task = self._bar.add_task("", total=self._total, completed=trainer.global_step, step="", text="first step ...")
             self._bar.start()
 

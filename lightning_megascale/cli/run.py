@@ -67,6 +67,8 @@ def train(ready: Prepared, start: resume.Start) -> None:
         print(header(ready, start), flush=True)
     pl.seed_everything(options["seed"], workers=True, verbose=False)
     data = build(options["data"], "data")
+    if type(data).state_dict is not pl.LightningDataModule.state_dict:  # Lightning looks for it on the loader only
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
     module = build_module(options)
     trainer = build_trainer(ready)
     try:
@@ -220,7 +222,13 @@ def quiet() -> None:
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(_Unasked())
-    for message in ("The `srun` command is available", ".*_pytree.*", ".*does not have many workers.*", ".*isinstance.treespec.*"):
+    for message in (
+        "The `srun` command is available",
+        ".*_pytree.*",
+        ".*isinstance.treespec.*",
+        ".*does not have many workers.*",
+        "Checkpoint directory .* exists and is not empty",
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 

@@ -86,14 +86,13 @@ def _run(cfg: DictConfig) -> None:
         raise UserError("a sweep starts the ranks of its runs one after the other: run megascale train itself, not inside a launcher")
     cfg.run.dir = os.path.relpath(HydraConfig.get().runtime.output_dir) if in_sweep else cfg.run.dir
     ranks = launch.world_size() if launch.inside_launcher() else number_of_ranks(cfg.launch.ranks)
-    if not launch.inside_launcher():
-        launch.warm_up(ranks, cfg.launch.start_method)
     ready = finish(cfg, ranks)
     start = resume.decide(ready.options)
-    if start.finished and launch.rank() == 0:
-        print(finished_line(ready.options, start.finished), flush=True)
-    elif not start.finished:
+    if start.finished is None:
+        check(ready.options, ranks)
         start_ranks(ready, ranks)
+    elif launch.rank() == 0:
+        print(finished_line(ready.options, start.finished), flush=True)
     if in_sweep:
         _RESULTS.append((HydraConfig.get().job.override_dirname, resume.read_finished(ready.options["run"]["dir"])))
 
@@ -114,20 +113,30 @@ def number_of_ranks(asked: Any) -> int:
 
 
 def finish(cfg: DictConfig, ranks: int) -> prepare.Prepared:
-    """Derives the batch arithmetic, resolves the config and checks every part of it.
+    """Resolves the plan, derives the batch arithmetic and resolves the config.
 
     Raises:
-        UserError: for the first thing that cannot work.
+        UserError: for a plan or a batch that cannot be.
     """
     plan = prepare.make_plan(OmegaConf.to_container(cfg.plan, resolve=True), ranks)  # type: ignore[arg-type]
     plan, batch = prepare.add_batch(plan, cfg.batch.global_size, cfg.batch.micro_size)
     cfg.batch.micro_size = plan.microbatch_size  # data and others refer to it
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    return prepare.Prepared(options, plan, batch)
+
+
+def check(options: dict[str, Any], ranks: int) -> None:
+    """Checks what the groups call and with which arguments, while the process that the ranks come from is starting.
+
+    Raises:
+        UserError: for the first thing that cannot work.
+    """
     prepare.check_model(options["model"], options["batch"]["sequence_length"])
+    if not launch.inside_launcher():
+        launch.warm_up(ranks, options["launch"]["start_method"])
     prepare.check_optim(options["optim"])
     for section in ("data", "callbacks", "logger"):
         prepare.check_calls(section, options[section])
-    return prepare.Prepared(options, plan, batch)
 
 
 def start_ranks(ready: prepare.Prepared, ranks: int) -> None:

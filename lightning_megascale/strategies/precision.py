@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 
 from lightning_megascale.parallel.clip import clip_grad_norm_
@@ -26,15 +26,17 @@ def for_sharded_model(plugin: Precision) -> tuple[Precision, torch.dtype | None]
     """The plugin to use with FSDP2 in place of Lightning's choice, and FSDP2's ``param_dtype``.
 
     Raises:
-        ValueError: for float16 autocast, whose loss scaler knows nothing of shards.
+        ValueError: for a precision that no parity test proves on shards.
     """
-    if isinstance(plugin, MixedPrecision):
-        if plugin.precision != "bf16-mixed":
-            raise ValueError(
-                f"precision={plugin.precision!r}: its loss scaler does not work on sharded gradients; use 'bf16-mixed', 'bf16-true' or '32-true'"
-            )
+    if isinstance(plugin, ShardedMixedPrecision) or (isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed"):
         return ShardedMixedPrecision(), ShardedMixedPrecision.param_dtype
-    return plugin, getattr(plugin, "param_dtype", None)
+    if type(plugin) in (Precision, DoublePrecision) or (type(plugin) is HalfPrecision and plugin.precision == "bf16-true"):
+        return plugin, None
+    reason = "its loss scaler does not work on sharded gradients" if isinstance(plugin, MixedPrecision) else "no test proves it on shards"
+    raise ValueError(
+        f"precision={getattr(plugin, 'precision', type(plugin).__name__)!r}: {reason}; use 'bf16-mixed', 'bf16-true', '32-true', or "
+        "plugins=[DoublePrecision()] for float64"
+    )
 
 
 def reduction_dtype(module: torch.nn.Module, param_dtype: torch.dtype | None, wanted: str | None) -> torch.dtype | None:

@@ -180,6 +180,7 @@ def kept_per_layer(kind: str, style: str, mode: str | None, dtype: torch.dtype =
     """On each rank: bytes a layer keeps after the forward, and calls of the backward of a layer; two layers minus one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % SIZES["vocab_size"]
+    gc.freeze()  # what the fork inherited need not be searched at every collection
     kept, calls = [], []
     for layers in (1, 2):
         model = build(kind, layers, dtype)

@@ -126,16 +126,21 @@ class Archive:
         """One whole tensor on the host, without a process group."""
         size, dtype = self.sizes[key]
         tensor = torch.empty(size, dtype=dtype)
-        fetch({key: tensor}, self.reader(), alone=True)
+        # The steps of dcp.load without its collectives, whose closures would keep the tensor until the garbage collector runs.
+        reader, planner = self.reader(), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        metadata = reader.read_metadata()
+        planner.set_up_planner({key: tensor}, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
         return tensor
 
 
-def fetch(targets: dict[str, Tensor], reader: StorageReader, process_group: Any = None, *, alone: bool = False) -> None:
-    """Fills tensors (plain ones, DTensors of any sharding) from a checkpoint; collective unless ``alone``."""
+def fetch(targets: dict[str, Tensor], reader: StorageReader, process_group: Any = None) -> None:
+    """Fills tensors (plain ones, DTensors of any sharding) from a checkpoint. Collective."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(targets), storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone)
+        dcp.load(dict(targets), storage_reader=reader, planner=planner, process_group=process_group)
 
 
 def open_archive(path: str | os.PathLike, weights_only: bool | None = None, *, metadata: bool = True) -> Archive:
