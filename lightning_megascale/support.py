@@ -87,6 +87,13 @@ _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda p: p.context_parallel_size > 1, "context_parallel_size={p.context_parallel_size}: context parallelism"),
     (lambda p: p.expert_parallel_size > 1, "expert_parallel_size={p.expert_parallel_size}: expert parallelism"),
     (lambda p: p.activation_offload, "activation_offload=True: offloading of activations"),
+    (lambda p: p.cpu_offload, "cpu_offload=True: parameters and optimizer state in host memory"),
+    (lambda p: p.loss_parallel, "loss_parallel=True: logits that stay sharded over the vocabulary"),
+    (
+        lambda p: p.reshard_after_forward != "auto" and not isinstance(p.reshard_after_forward, bool),
+        "reshard_after_forward={p.reshard_after_forward}: resharding to smaller groups",
+    ),
+    (lambda p: p.reduce_dtype != "float32", "reduce_dtype={p.reduce_dtype!r}: a gradient sum in less than float32"),
     (lambda p: p.pipeline_schedule != "1F1B", "pipeline_schedule={p.pipeline_schedule!r}: a pipeline schedule"),
     (lambda p: p.pipeline_stages_per_rank != 1, "pipeline_stages_per_rank={p.pipeline_stages_per_rank}: several stages on a rank"),
     (lambda p: p.pipeline_split != "auto", "pipeline_split: a pipeline split"),
@@ -126,3 +133,20 @@ def is_refused(*names: str) -> str | None:
         if frozenset(pair) in REFUSED:
             return REFUSED[frozenset(pair)]
     return None
+
+
+def markdown() -> str:
+    """The table as README shows it: every choice of every dimension, then the refused pairs and the refused choices."""
+    rows = ["| choice of | proven with every other row, pair by pair |", "|---|---|"]
+    rows += [f"| {dimension} | {', '.join(names)} |" for dimension, names in dimensions().items()]
+    rows += ["", "| refused | why |", "|---|---|"]
+    rows += [f"| {' x '.join(name for name in _table_order(pair))} | {reason} |" for pair, reason in REFUSED.items()]
+    rows += [f"| {label} | no test proves it yet |" for label in UNPROVEN_LABELS]
+    return "\n".join(rows)
+
+
+def _table_order(pair: frozenset[str]) -> list[str]:
+    return [feature.name for feature in FEATURES if feature.name in pair]
+
+
+UNPROVEN_LABELS = tuple(message.rpartition(": ")[2] for _, message in _UNPROVEN)

@@ -157,11 +157,11 @@ class Recorder(L.Callback):
             self.norms.append(float(trainer.strategy.grad_norm))
 
 
-def train_parallel(case: Case) -> dict[str, Any]:
+def train_parallel(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
     """Runs on every rank."""
     torch.manual_seed(SEED)
     module, recorder = ParityModule(case), Recorder()
-    strategy = MegascaleStrategy(**plan_of(case))
+    strategy = MegascaleStrategy(**{**plan_of(case), **arguments})
     trainer = L.Trainer(
         accelerator="cpu",
         devices=AXES[case["axes"]][0],
@@ -261,14 +261,19 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return global_norm({name: a[name].double() - b[name].double() for name in a})
 
 
-def check(case: Case, timeout: float = 120) -> None:
+def check(case: Case, timeout: float = 120, **arguments: Any) -> None:
     """Trains both ways and compares to the tolerances of the case's precision.
+
+    Args:
+        case: the combination.
+        timeout: seconds for all ranks together.
+        **arguments: further arguments of the strategy.
 
     Raises:
         AssertionError: with the worst figure and the parameter where it is.
     """
     ranks = AXES[case["axes"]][0]
-    results = run_ranks(train_parallel, ranks, case, timeout=timeout)
+    results = run_ranks(train_parallel, ranks, case, arguments, timeout=timeout)
     if case["compile"] == "compiled":
         assert results[0]["compiled"] > 0, "nothing was compiled, so this case proves nothing"
     for other in results[1:]:

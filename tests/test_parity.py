@@ -12,6 +12,7 @@ from itertools import combinations
 import pytest
 from allpairspy import AllPairs
 
+from lightning_megascale.models.layers import Attention, FeedForward
 from lightning_megascale.support import REFUSED, dimensions, is_refused
 from tests import parity
 
@@ -59,6 +60,18 @@ def test_parity(case: dict[str, str]) -> None:
 @pytest.mark.parametrize("case", SLOW_CASES, ids=identity)
 def test_parity_slow(case: dict[str, str]) -> None:
     parity.check(case, timeout=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["fsdp2", "tp+sp"])
+def test_parity_with_torchs_default_compiler(axes: str) -> None:
+    """The pairs above compile with aot_eager, which needs no C++ compiler; this is what compile=True means."""
+    case = parity.default_case(axes=axes, compile="compiled", precision="float32", loss="loss_sum and num_tokens")
+    parity.check(case, timeout=500, compile=True)
+
+
+def test_parity_with_chosen_classes_recomputed() -> None:
+    parity.check(parity.default_case(axes="fsdp2 x tp+sp", dropout="dropout"), activation_checkpointing={FeedForward, Attention})
 
 
 def proven_pairs() -> Iterator[tuple[str, str]]:

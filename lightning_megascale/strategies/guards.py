@@ -52,10 +52,7 @@ def refuse_notebook(cluster_environment: Any) -> None:
 
 def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
     """Trainer options that contradict the plan."""
-    trainer = module.trainer
     wrong = []
-    if plan.cpu_offload and trainer.strategy.root_device.type == "cpu":
-        wrong.append("cpu_offload=True needs an accelerator whose memory it relieves; this run is on the CPU: leave it False")
     if plan.global_batch_size is not None and not module.automatic_optimization:
         wrong.append(
             "global_batch_size is given and the module uses manual optimization, whose steps it takes itself: leave it None, or use "

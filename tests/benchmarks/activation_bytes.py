@@ -7,6 +7,7 @@ Shapes: B batch, L sequence, D model, N heads, G key/value heads, H head dim, F 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from contextlib import contextmanager
 from functools import partial
@@ -82,6 +83,16 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self.live -= size
         del self._known[key]
+
+    def settled(self) -> int:
+        """``live`` once it has stood still: a worker thread of gloo lets go of a collective's tensors a moment after the wait for it."""
+        gc.collect()
+        last, still = self.live, 0
+        while still < 10:
+            time.sleep(0.02)
+            still = still + 1 if self.live == last else 0
+            last = self.live
+        return last
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -192,8 +203,7 @@ def kept_per_layer(kind: str, style: str, mode: str | None, dtype: torch.dtype =
             before = counter.live
             with counter:
                 out = model(ids)
-            gc.collect()
-            live, counter.calls = counter.live - before, {}
+            live, counter.calls = counter.settled() - before, {}
             with counter:
                 out.sum().backward()
             model.zero_grad()

@@ -119,10 +119,16 @@ def high_water():
 source, out, kind = sys.argv[1:]
 tiny = nn.Linear(2, 2)
 checkpoints.save(out + "-tiny", {}, tiny)  # whatever is imported on the way is imported now
-(checkpoints.reshard_checkpoint(out + "-tiny", out + "-warm") if kind == "reshard" else checkpoints.export(out + "-tiny", out + "-warm", kind))
+def rewrite(source, out):
+    if kind == "reshard":
+        checkpoints.reshard_checkpoint(source, out)
+    else:
+        checkpoints.export(source, out, kind, shard_bytes=60_000_000)
+
+rewrite(out + "-tiny", out + "-warm")
 open("/proc/self/clear_refs", "w").write("5")
 before = high_water()
-(checkpoints.reshard_checkpoint(source, out) if kind == "reshard" else checkpoints.export(source, out, kind, shard_bytes=60_000_000))
+rewrite(source, out)
 print(high_water() - before)
 """
 

@@ -182,7 +182,7 @@ def test_numbered_state_in_other_groups_is_refused_and_names_in_the_file_help(tm
     other = Small()
     finer = torch.optim.AdamW([{"params": [p]} for p in other.parameters() if p.requires_grad])
     with pytest.raises(
-        ValueError, match=r"numbers its parameters instead of naming them.*groups of \[2, 2\] parameters; now they are \[1, 1, 1, 1, 1, 1\]"
+        ValueError, match=r"numbers its parameters instead of naming.*groups of \[2, 2\] parameters; now they are \[1, 1, 1, 1, 1, 1\]"
     ):
         checkpoints.load(tmp_path / "False.ckpt", other, [finer])
     checkpoints.load(tmp_path / "True.ckpt", other, [finer])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_megascale.strategies import checkpoint as checkpoints
 from lightning_megascale.strategies.checkpoint import files, saving
 from tests.harness import RankFailure, run_ranks
+from tests.strategies.test_checkpoint import Net, lightning_dict, save_under
 
 
 def _fork(function: object, *args: object) -> int:
@@ -126,21 +128,22 @@ def test_a_rank_that_cannot_write_fails_every_rank_and_leaves_the_old_checkpoint
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"] and checkpoints.read_metadata(folder)["global_step"] == 1
 
 
-def test_check_finds_missing_cut_and_unreadable_files(saved: dict[str, str], tmp_path: Path) -> None:
-    import shutil
+def test_check_finds_missing_cut_and_unreadable_files(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    run_ranks(save_under, 2, "fsdp2", str(whole))
 
     shard = "__0_0.distcp"
-    shutil.copytree(saved["fsdp2"], tmp_path / "cut")
+    shutil.copytree(whole, tmp_path / "cut")
     with open(tmp_path / "cut" / shard, "r+b") as file:
         file.truncate(2000)
     problems = checkpoints.check(tmp_path / "cut").problems
     assert any(f"{shard} has 2,000 bytes" in problem for problem in problems) and any("is unreadable" in problem for problem in problems)
-    shutil.copytree(saved["fsdp2"], tmp_path / "gone")
+    shutil.copytree(whole, tmp_path / "gone")
     (tmp_path / "gone" / shard).unlink()
     assert f"{shard} is missing" in checkpoints.check(tmp_path / "gone").problems
     with pytest.raises(RuntimeError, match="was not loaded.*No such file"):
         checkpoints.load(tmp_path / "gone", Net())
-    shutil.copytree(saved["fsdp2"], tmp_path / "torn")
+    shutil.copytree(whole, tmp_path / "torn")
     (tmp_path / "torn" / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"torn is no checkpoint: \.metadata missing, the save was not finished"):
         checkpoints.load(tmp_path / "torn", Net())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import secrets
@@ -27,6 +28,7 @@ from lightning_megascale.strategies.checkpoint.archive import Archive, open_arch
 FORMATS = ("ckpt", "safetensors")
 # What load_from_checkpoint reads beside the weights, for the module and for a datamodule.
 _KEPT = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "hparams_name", "hparams_type")
+_COLLECT_BYTES = 32 * 2**20
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -130,9 +132,15 @@ class _StreamingPlanner(DefaultSavePlanner):
     def __init__(self, archive: Archive) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.archive = archive
+        self.read_bytes = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.archive.read(write_item.index.fqn)
+        tensor = self.archive.read(write_item.index.fqn)
+        self.read_bytes += tensor.nbytes
+        if self.read_bytes > _COLLECT_BYTES:  # torch.save leaves each tensor in a reference cycle
+            gc.collect()
+            self.read_bytes = 0
+        return tensor
 
 
 def _aside(target: Path) -> Path:
