@@ -1,6 +1,7 @@
 """MegascaleModule under a plain Trainer: numbers, logs, checkpoints, models of others, generation, and what is refused."""
 
 import math
+from dataclasses import asdict
 
 import lightning.pytorch as pl
 import pytest
@@ -199,8 +200,8 @@ def test_load_from_checkpoint_and_resume(tmp_path):
     same = DataLoader([rows(1)[0]] * 12, batch_size=2)  # Lightning starts the epoch again after a resume
     trainer = fit(module, same, folder=tmp_path, max_steps=4)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    loaded = MegascaleModule.load_from_checkpoint(tmp_path / "a.ckpt")
-    assert loaded.hparams == module.hparams and loaded.hparams.model["vocab_size"] == 64
+    loaded = MegascaleModule.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert loaded.hparams == module.hparams and loaded.hparams.model == asdict(module._config)
     assert loaded.model.head.weight is loaded.model.embed_tokens.weight
     for (name, ours), theirs in zip(loaded.model.named_parameters(), module.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name

@@ -216,6 +216,7 @@ def test_the_scheduler_multiplies_every_group_and_resumes_on_other_groups():
         scheduler.step()
     factor = cosine_schedule(4, 24, 0.1)
     assert rates == [[factor(step), 0.5 * factor(step)] for step in range(6)]
+    assert scheduler.state_dict() == {"last_epoch": 6, "_step_count": 7}
     other = make()  # one group instead of two
     resumed = build_scheduler(other, kind="cosine", warmup_steps=4, total_steps=24, min_ratio=0.1)
     resumed.load_state_dict(copy.deepcopy(scheduler.state_dict()))

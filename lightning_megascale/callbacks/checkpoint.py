@@ -39,7 +39,7 @@ class RunCheckpoint(ModelCheckpoint):
         self._handlers: dict[int, Any] = {}
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._signum = signum
+        self._signum = self._signum or signum
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

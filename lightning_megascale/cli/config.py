@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lightning_megascale.plan import ParallelPlan
@@ -18,7 +19,7 @@ CONF, RECIPES = ROOT / "conf", ROOT / "recipes"
 
 @dataclass
 class RunConfig:
-    name: str = "${hydra:runtime.choices.recipe}"
+    name: str = "${recipe_name:}"
     dir: str = "runs/${run.name}"
     next: list[str] = field(default_factory=list)  # commands to try when it is finished
 
@@ -121,6 +122,8 @@ def register(config_dirs: tuple[str, ...] = ()) -> None:
     directly in it or in its ``recipe`` folder, are registered here, so none of them needs a ``# @package`` header; folders named like
     a group (``model``, ``data``) hold further options of that group, which Hydra finds by itself.
     """
+    OmegaConf.register_new_resolver("recipe_name", _recipe_name, replace=True)
+    OmegaConf.register_new_resolver("folder_name", lambda overrides: overrides.replace("/", "_"), replace=True)
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig, provider="lightning_megascale")
     files = recipe_files(RECIPES)
@@ -129,6 +132,12 @@ def register(config_dirs: tuple[str, ...] = ()) -> None:
     for name, file in files.items():
         group, _, name = f"recipe/{name}".rpartition("/")
         store.store(group=group, name=name, node=OmegaConf.load(file), package="_global_", provider=str(file))
+
+
+def _recipe_name(*, _root_: Any) -> str:
+    """The chosen recipe. A sweep asks before Hydra's own ``hydra:`` resolver can answer; a run, after the ``hydra`` node has gone."""
+    choices = OmegaConf.select(_root_, "hydra.runtime.choices") or HydraConfig.get().runtime.choices
+    return choices["recipe"]
 
 
 def recipe_names() -> list[str]:

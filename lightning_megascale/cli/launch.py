@@ -88,7 +88,7 @@ def launch(
 
     Rank 0 keeps this terminal (live progress bar); the others write to ``run_dir/logs``. When a rank fails, the process exits with
     1 after that rank's traceback, or with 2 after the message of a user's error. Ctrl-C and SIGTERM reach every rank, which may
-    take ``shutdown_seconds`` to write a checkpoint; the process then exits with 130 or 143. A second signal kills the ranks.
+    take ``shutdown_seconds`` to write a checkpoint; the process then exits with 130 or 143.
     """
     warm_up(ranks, start_method)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -123,7 +123,7 @@ def launch(
         print(message, file=sys.stderr, flush=True)
         raise SystemExit(code) from None
     except SignalException as error:
-        for process in multiprocessing.active_children():  # only after a second signal is anything left
+        for process in multiprocessing.active_children():  # nobody, unless more signals cut that time short
             process.kill()
         raise SystemExit(128 + error.sigval) from None
 

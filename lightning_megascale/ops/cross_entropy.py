@@ -5,7 +5,6 @@ Shapes: T tokens, C tokens of a chunk, D model, V vocabulary (rows of the weight
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -113,20 +112,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=exact) if wants[1] else None
         grad_bias_V = torch.zeros_like(weight_VD[:, 0], dtype=exact) if wants[2] else None
         loss_sum = torch.zeros((), dtype=exact, device=hidden_TD.device)
-        with _autocast_off(hidden_TD.device.type):
-            matrix_VD, offset_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
-            for start in range(0, hidden_TD.shape[0], chunk_tokens):
-                rows = slice(start, start + chunk_tokens)
-                hidden_CD = hidden_TD[rows].to(dtype)
-                logits_CV = F.linear(hidden_CD, matrix_VD, offset_V).to(exact)
-                loss_C, grad_CV = _loss_and_gradient(logits_CV, labels_T[rows], ignore_index, group, any(wants))
-                loss_sum += loss_C.sum()
-                if grad_bias_V is not None:
-                    grad_bias_V += grad_CV.sum(0)
-                if grad_hidden_TD is not None:
-                    grad_hidden_TD[rows] = grad_CV.to(dtype) @ matrix_VD
-                if grad_weight_VD is not None:
-                    _add_outer(grad_weight_VD, grad_CV.to(dtype), hidden_CD)
+        matrix_VD, offset_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        for start in range(0, hidden_TD.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            hidden_CD = hidden_TD[rows].to(dtype)
+            logits_CV = F.linear(hidden_CD, matrix_VD, offset_V).to(exact)
+            loss_C, grad_CV = _loss_and_gradient(logits_CV, labels_T[rows], ignore_index, group, any(wants))
+            loss_sum += loss_C.sum()
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+            factor_CV = grad_CV.to(dtype) if any(wants) else grad_CV
+            if grad_hidden_TD is not None:
+                grad_hidden_TD[rows] = factor_CV @ matrix_VD
+            if grad_weight_VD is not None:
+                _add_outer(grad_weight_VD, factor_CV, hidden_CD)
         ctx.save_for_backward(grad_hidden_TD, grad_weight_VD, grad_bias_V)
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         return loss_sum
@@ -216,10 +215,6 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     if device != "meta" and hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return hidden.dtype
-
-
-def _autocast_off(device: str) -> AbstractContextManager[None]:
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_tokens: int) -> None:

@@ -65,8 +65,14 @@ def block_names(model: nn.Module, layout: ModelLayout | None) -> tuple[str, ...]
     return repeated_blocks(describe(model))
 
 
-def check_model(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
-    """A message for every rule that this model violates under this plan. Same on all ranks, no communication."""
+def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
+    """A message for every rule that a model violates under this plan. Same on all ranks, no communication.
+
+    Args:
+        module: the LightningModule.
+        model: its part that the layout's names refer to.
+        plan, layout: what is to be done.
+    """
     if plan.tensor_parallel_size > 1 and layout is None:
         guess = guess_layout(describe(model)).paste()
         return [
@@ -88,7 +94,33 @@ def check_model(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None
             f"{option}={getattr(plan, option)!r} works on repeated blocks, and {type(model).__name__} has none that can be found: "
             "name them with layout=ModelLayout(blocks='...')"
         )
-    return wrong
+    if int(plan.data_parallel_size) > 1:
+        wrong += [
+            f"module {name!r} is a {type(child).__name__}: it takes its statistics from this rank's rows only, so the numbers would depend on "
+            "the number of ranks. Use group, layer or RMS norm, or freeze it (requires_grad_(False) and eval())"
+            for name, child in module.named_modules()
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
+        ]
+    return wrong or _shared_between_units(module, model, layout)
+
+
+def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayout | None) -> list[str]:
+    """A message for every parameter that two FSDP2 units would hold: each would shard a copy, and the tie would be gone without an error."""
+    blocks = [model.get_submodule(name) for name in block_names(model, layout)]
+    inside = {id(child): number for number, block in enumerate(blocks) for child in block.modules()}
+    for number, root in enumerate(roots_of(module, model)):
+        for child in root.modules():
+            inside.setdefault(id(child), -1 - number)
+    holders: dict[int, list[tuple[int | None, str]]] = {}
+    for name, child in module.named_modules():
+        for key, parameter in child.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((inside.get(id(child)), f"{name}.{key}".lstrip(".")))
+    return [
+        f"{' and '.join(name for _, name in held)} are one parameter in units that are sharded apart, which would untie them: put the modules "
+        "that share it into one child of the LightningModule, outside the repeated blocks"
+        for held in holders.values()
+        if len({unit for unit, _ in held}) > 1
+    ]
 
 
 def parallelize(

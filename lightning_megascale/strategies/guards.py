@@ -10,10 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_megascale.parallel.loss_scale import rows_of
+from lightning_megascale.parallel.rng import derive_seed
 from lightning_megascale.plan import ParallelPlan
 
 
@@ -53,6 +56,11 @@ def refuse_notebook(cluster_environment: Any) -> None:
 def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
     """Trainer options that contradict the plan."""
     wrong = []
+    strategy = module.trainer.strategy
+    if getattr(strategy, "_layer_sync", None) is not None:
+        wrong.append("sync_batchnorm=True: batch norm over sharded ranks is proven by no test; use group, layer or RMS norm")
+    if strategy.root_device.type not in ("cpu", "cuda"):
+        wrong.append(f"accelerator on {strategy.root_device.type!r}: gloo on CPUs and NCCL on CUDA GPUs are known; use accelerator='cpu'")
     if plan.global_batch_size is not None and not module.automatic_optimization:
         wrong.append(
             "global_batch_size is given and the module uses manual optimization, whose steps it takes itself: leave it None, or use "
@@ -70,6 +78,41 @@ def check_rows(batch: Any, plan: ParallelPlan) -> None:
         raise ValueError(
             f"the loader gave {rows} rows and microbatch_size={plan.microbatch_size}: the accumulation derived from global_batch_size holds "
             "for full batches only; set the loader's batch_size to it and drop_last=True"
+        )
+
+
+def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Tensor-parallel peers compute parts of one forward: on different rows the result would be garbage without an error."""
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    shapes = derive_seed(*(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in leaves))
+    sums = [leaf.detach().double().nan_to_num().sum() * (i + 1) for i, leaf in enumerate(leaves) if not leaf.is_complex()]
+    ends = [leaf.detach().flatten()[0].double().nan_to_num() for leaf in leaves if leaf.numel() and not leaf.is_complex()]
+    mine = torch.stack([torch.tensor(float(shapes % 2**52), dtype=torch.float64), *(v.cpu() for v in (sum(sums), sum(ends)) if sums)]).to(device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    if any(not torch.equal(other, mine) for other in gathered):
+        raise ValueError(
+            "tensor-parallel peers got different batches, so each would compute its part of another forward. Divide the data by "
+            "trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling depend on nothing else"
+        )
+
+
+def check_loader_lengths(loader: Any, device: torch.device) -> None:
+    """Ranks with different numbers of batches would wait for each other for ever."""
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):
+        length = -1
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([length], dtype=torch.int64, device=device))
+    counts = [int(count) for count in lengths]
+    if len(set(counts)) > 1:
+        shortest, longest = counts.index(min(counts)), counts.index(max(counts))
+        raise ValueError(
+            f"ranks have different numbers of batches: rank {shortest} has {min(counts)} and rank {longest} has {max(counts)} (-1: unknown), so "
+            "the longer ones would wait for ever. Use Lightning's distributed sampler, or drop_last=True on equal shares"
         )
 
 

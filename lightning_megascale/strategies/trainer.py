@@ -97,6 +97,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._batch: Any = None
         self._remaining: dict[int, tuple[int, Remaining, list[torch.nn.Parameter]]] = {}
         self._gradients_checked = False
+        self._peers_checked: set[str] = set()
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping (0-dim, equal on all ranks), or None without clipping."""
 
@@ -156,6 +157,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._set_metric_groups()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            self._scale, self._gradients_checked = LossScale(), False  # nothing of an interrupted fit counts
             self._derive_accumulation(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -187,7 +189,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         assert module is not None
         name, target = target_of(module, self._module_name)
         layout = find_layout(target, self._layout)
-        guards.raise_all(check_model(target, self.plan, layout), type(module).__name__)
+        guards.raise_all(check_model(module, target, self.plan, layout), type(module).__name__)
         if not on_meta(module) and not same_on_all_ranks(module, self.root_device):
             rank_zero_info("ranks built different first values (no seed_everything?): all take those of rank 0")
             broadcast_from_first(module, self.root_device)
@@ -231,6 +233,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         assert module is not None
         batch = args[0] if args else next(iter(kwargs.values()))
         guards.check_rows(batch, self.plan)
+        self._check_peers("train", batch)
         seed_microbatch(self._seed, module.trainer.fit_loop.epoch_loop.total_batch_idx, self.data_parallel_rank)
         self._batch = batch
         output, loss, weights = read_output(super().training_step(*args, **kwargs))
@@ -240,6 +243,16 @@ class MegascaleStrategy(ModelParallelStrategy):
             if module.automatic_optimization and self._weights is not None:
                 self._scale.add(loss, self._weights)
         return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_peers("validate", args[0] if args else next(iter(kwargs.values())))
+        return super().validation_step(*args, **kwargs)
+
+    def _check_peers(self, loop: str, batch: Any) -> None:
+        """On a loop's first batch: tensor-parallel peers must work on the same rows."""
+        if loop not in self._peers_checked:
+            self._peers_checked.add(loop)
+            guards.check_same_batch(batch, self.mesh_views.tensor_group, self.root_device)
 
     def _weigh(self, batch: Any) -> Weights | None:
         assert self.lightning_module is not None
@@ -282,7 +295,24 @@ class MegascaleStrategy(ModelParallelStrategy):
             self._finish_gradients(optimizer)
             return result
 
-        return super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
+        self._drop_whole_copies()
+        return result
+
+    def _drop_whole_copies(self) -> None:
+        """A forward without backward leaves FSDP2's gathered parameters behind; after a change of the shards they would be stale."""
+        assert self._done is not None
+        for unit in self._done.units:
+            unit.reshard()
+
+    def on_validation_end(self) -> None:
+        self._drop_whole_copies()
+
+    def on_test_end(self) -> None:
+        self._drop_whole_copies()
+
+    def on_predict_end(self) -> None:
+        self._drop_whole_copies()
 
     def _finish_gradients(self, optimizer: Optimizer) -> None:
         """What stands between the last backward of a step and every reader of gradients: open sums, then the one scale."""
@@ -322,10 +352,13 @@ class MegascaleStrategy(ModelParallelStrategy):
         """Workers are seeded by the share of rows they load, so tensor-parallel peers augment alike."""
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", ...) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)  # type: ignore[attr-defined]
+        guards.check_loader_lengths(dataloader, self.root_device)
         return super().process_dataloader(dataloader)
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Over the ranks that count other tokens, unless a group is given."""
+        """Over the ranks that count other tokens, unless a group is given. A mean of whole numbers is not rounded."""
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.double()
         return super().reduce(tensor, group if group is not None else self.mesh_views.loss.get_group(), reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -338,6 +371,13 @@ class MegascaleStrategy(ModelParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Over the ranks that see other rows, unless a group is given."""
         return super().all_gather(tensor, group if group is not None else self.mesh_views.batch.get_group(), sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks; with gloo a time-out names those that are missing."""
+        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+            torch.distributed.monitored_barrier(timeout=self._timeout, wait_all_ranks=True)
+        else:
+            super().barrier(name)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------
 

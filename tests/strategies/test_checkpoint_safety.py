@@ -204,7 +204,7 @@ def test_paths_and_pickled_classes_are_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="s3://bucket/x.ckpt': only paths of a .shared. file system"):
         checkpoints.save("s3://bucket/x.ckpt", {}, _line(0.0))
     checkpoints.save(tmp_path / "own.ckpt", {"hyper_parameters": {"thing": Own()}}, _line(1.0))
-    with pytest.raises(ValueError, match=r"meta\.pt holds an object of tests\.strategies\.test_checkpoint\.Own.*weights_only=False"):
+    with pytest.raises(ValueError, match=r"meta\.pt holds an object of tests\.strategies\.test_checkpoint_safety\.Own.*weights_only=False"):
         checkpoints.load(tmp_path / "own.ckpt", _line(0.0))
     assert isinstance(checkpoints.load(tmp_path / "own.ckpt", _line(0.0), weights_only=False)["hyper_parameters"]["thing"], Own)
     (tmp_path / "cut.ckpt").write_bytes(b"PK\x03\x04" + b"0" * 100)

@@ -148,6 +148,7 @@ def reductions() -> dict[str, Any]:
     return {
         "sum": strategy.reduce(share.clone(), reduce_op="sum").item(),
         "mean": strategy.reduce(share.clone(), reduce_op="mean").item(),
+        "mean of whole numbers": strategy.reduce(torch.tensor(21 + strategy.data_parallel_rank), reduce_op="mean").item(),
         "gathered": strategy.all_gather(share).flatten().tolist(),
         "all": strategy.reduce_boolean_decision(not only_first, all=True),
         "any": strategy.reduce_boolean_decision(only_first, all=False),
@@ -156,4 +157,4 @@ def reductions() -> dict[str, Any]:
 
 def test_reductions_count_every_row_once_and_decisions_bind_all_ranks() -> None:
     for result in run_ranks(reductions, 4):
-        assert result == {"sum": 3.0, "mean": 1.5, "gathered": [1.0, 2.0], "all": False, "any": True}
+        assert result == {"sum": 3.0, "mean": 1.5, "mean of whole numbers": 21.5, "gathered": [1.0, 2.0], "all": False, "any": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import re
@@ -123,15 +124,25 @@ class Archive:
     dcp: Metadata | None = None
 
     def read(self, key: str) -> Tensor:
-        """One whole tensor on the host, without a process group."""
+        """One whole tensor on the host, without a process group. Nothing stays behind, though ``torch.load`` leaves what it opened and
+        made in a reference cycle."""
+        if self.dcp is None:
+            reader = self.reader()
+            assert isinstance(reader, MemoryMappedReader)
+            return reader.tensors[key].clone()
         size, dtype = self.sizes[key]
         tensor = torch.empty(size, dtype=dtype)
-        # The steps of dcp.load without its collectives, whose closures would keep the tensor until the garbage collector runs.
-        reader, planner = self.reader(), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        metadata = reader.read_metadata()
-        planner.set_up_planner({key: tensor}, metadata, True)
-        reader.set_up_storage_reader(metadata, True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        stored = self.dcp.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        for chunk in stored.chunks:
+            target = tensor
+            for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes)):
+                target = target.narrow(dim, start, length)
+            with io.BytesIO(_read_place(self.path, self.dcp, MetadataIndex(key, chunk.offsets))) as buffer:
+                piece = torch.load(buffer, map_location="cpu", weights_only=True)
+            target.copy_(piece)
+            del piece
+            gc.collect(1)  # young objects only: cheap
         return tensor
 
 
@@ -224,11 +235,15 @@ def _read_lightning_folder(archive: Archive, metadata: Metadata) -> None:
         archive.optimizers.append(SavedOptimizer(None, rows, states.get(index, {})))
 
 
-def _read_bytes(path: Path, metadata: Metadata, key: str) -> Any:
-    place = metadata.storage_data[MetadataIndex(key)]
+def _read_place(path: Path, metadata: Metadata, index: MetadataIndex) -> bytes:
+    place = metadata.storage_data[index]
     with open(path / place.relative_path, "rb") as file:
         file.seek(place.offset)
-        return load_pickled(io.BytesIO(file.read(place.length)), f"{path}: {key}", True)
+        return file.read(place.length)
+
+
+def _read_bytes(path: Path, metadata: Metadata, key: str) -> Any:
+    return load_pickled(io.BytesIO(_read_place(path, metadata, MetadataIndex(key))), f"{path}: {key}", True)
 
 
 def _clean(name: Any) -> Any:

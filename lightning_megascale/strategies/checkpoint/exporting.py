@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import secrets
 import shutil
 import struct
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -28,7 +28,6 @@ from lightning_megascale.strategies.checkpoint.archive import Archive, open_arch
 FORMATS = ("ckpt", "safetensors")
 # What load_from_checkpoint reads beside the weights, for the module and for a datamodule.
 _KEPT = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "hparams_name", "hparams_type")
-_COLLECT_BYTES = 32 * 2**20
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -132,15 +131,14 @@ class _StreamingPlanner(DefaultSavePlanner):
     def __init__(self, archive: Archive) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.archive = archive
-        self.read_bytes = 0
+        self.thread = threading.local()  # the writer has one per file
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        tensor = self.archive.read(write_item.index.fqn)
-        self.read_bytes += tensor.nbytes
-        if self.read_bytes > _COLLECT_BYTES:  # torch.save leaves each tensor in a reference cycle
-            gc.collect()
-            self.read_bytes = 0
-        return tensor
+        previous = getattr(self.thread, "tensor", None)
+        if previous is not None:  # written by now, but DCP's writer keeps every tensor of a file until the file is closed
+            previous.untyped_storage().resize_(0)
+        self.thread.tensor = self.archive.read(write_item.index.fqn)
+        return self.thread.tensor
 
 
 def _aside(target: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, Metadata
+from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_megascale.strategies.checkpoint import files
@@ -101,9 +101,8 @@ def check(path: str | os.PathLike, weights_only: bool | None = None) -> Checkpoi
     for key in archive.sizes:
         try:
             tensor = archive.read(key)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 whatever makes it unreadable is the finding
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            report.problems.append(f"{key} is unreadable: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}")
+        except Exception as error:  # noqa: BLE001 whatever makes it unreadable is the finding
+            report.problems.append(f"{key} is unreadable: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             continue
         if tensor.is_floating_point() and torch.isnan(tensor).any():
             report.problems.append(f"{key} holds NaN")

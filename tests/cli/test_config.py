@@ -1,0 +1,211 @@
+"""Every recipe and option composes; the schema follows Lightning and ParallelPlan; mistakes are named; nothing imports torch too early."""
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lightning_megascale.cli import config, launch, prepare, train
+from lightning_megascale.cli.__main__ import VERBS
+from lightning_megascale.cli.errors import MOVED
+from lightning_megascale.models.config import DecoderConfig
+from lightning_megascale.models.presets import PRESETS
+from lightning_megascale.plan import ParallelPlan
+from tests.cli.run_megascale import environment, megascale
+
+
+def composed(*overrides):
+    config.register()
+    with initialize_config_dir(str(config.CONF), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def options_of(group):
+    return sorted(file.stem for file in (config.CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", sorted(config.recipe_files(config.RECIPES)))
+def test_every_recipe_composes_and_can_start(recipe):
+    cfg = composed(f"recipe={recipe}", f"run.name={recipe}")
+    ready = train.finish(cfg, 2)
+    prepare.check_model(ready.options["model"], ready.options["batch"]["sequence_length"])
+    prepare.check_optim(ready.options["optim"])
+    for section in ("data", "callbacks", "logger"):
+        prepare.check_calls(section, ready.options[section])
+    assert ready.plan.global_batch_size == ready.options["batch"]["global_size"] == ready.options["data"]["batch_size"] * 2
+
+
+@pytest.mark.parametrize("group", ["model", "plan", "data", "optim", "trainer", "callbacks", "logger", "launch"])
+def test_every_option_of_every_group_composes(group):
+    for option in options_of(group):
+        cfg = composed(f"{group}={option}", "run.name=x")
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+def test_models_are_the_presets():
+    for name, preset in PRESETS.items():
+        values = yaml.safe_load((config.CONF / "model" / f"{name}.yaml").read_text())
+        assert list(values) == [field.name for field in dataclasses.fields(DecoderConfig)]
+        assert DecoderConfig.from_dict({**values, "norm_eps": float(values["norm_eps"])}) == preset
+    assert set(options_of("model")) == {*PRESETS, "quickstart"}
+
+
+def test_trainer_schema_is_lightnings_signature():
+    from lightning.pytorch import Trainer
+
+    arguments = inspect.signature(Trainer.__init__).parameters
+    derived = {key.partition(".")[2] for key in MOVED if key.startswith("trainer.")}
+    ours = {field.name: field.default for field in dataclasses.fields(config.TrainerConfig)}
+    lightnings = {name: value.default for name, value in arguments.items() if name not in derived and name != "self"}
+    assert ours == lightnings
+
+
+def test_plan_schema_is_the_parallel_plan():
+    ours = {field.name: field.default for field in dataclasses.fields(config.PlanConfig)}
+    plans = {field.name: field.default for field in dataclasses.fields(ParallelPlan)}
+    assert plans.items() - ours.items() == {("global_batch_size", None), ("microbatch_size", None)}
+    assert not ours.items() - plans.items()
+
+
+def fails(capsys, monkeypatch, tmp_path, *arguments):
+    """Exit code and message of ``megascale train`` in this process, which gets no further than its checks."""
+
+    def started(*_, **__):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "warm_up", lambda *_: None)
+    monkeypatch.setattr(launch, "launch", started)
+    monkeypatch.setattr(sys, "argv", ["megascale", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("recipe=quikstart", "there is no recipe 'quikstart'; did you mean 'quickstart'?"),
+        ("model=smal", "there is no model 'smal'; did you mean 'small'?"),
+        ("model.num_layer=3", "there is no key 'model.num_layer'; did you mean 'model.num_layers'?"),
+        ("+model.nlayers=3", "decoder config has no key 'nlayers'; did you mean 'num_layers'?"),
+        ("model.num_heads=7", "num_heads=7: must divide hidden_size=192"),
+        ("model.num_layers=three", "num_layers='three': must be an integer"),
+        ("plan.tensorparallel=2", "there is no key 'plan.tensorparallel'; did you mean 'plan.tensor_parallel_size'?"),
+        ("plan.tensor_parallel_size=two", "plan.tensor_parallel_size: Value 'two' of type 'str' could not be converted to Integer"),
+        ("plan.tensor_parallel_size=3", "does not divide the 2 ranks: use a multiple of 3 ranks; nearest tensor_parallel_size: 2"),
+        ("plan.global_batch_size=8", "plan.global_batch_size is no key of a run: the global batch is batch.global_size"),
+        ("trainer.max_step=3", "there is no key 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
+        ("trainer.strategy=ddp", "trainer.strategy is no key of a run: the strategy is MegascaleStrategy"),
+        ("trainer.accumulate_grad_batches=2", "accumulation is derived from batch.global_size"),
+        ("lr=1e-3", "there is no key 'lr'; did you mean 'optim.lr'?"),
+        ("reciep=quickstart", "there is no key 'reciep'; did you mean 'recipe'?"),
+        ("quickstart", "arguments are key=value: write recipe=quickstart"),
+        ("optim.betas=[0.9", "cannot read 'optim.betas=[0.9'"),
+        ("+optim.weight_deca=0", "optimizer has no argument 'weight_deca'; did you mean 'weight_decay'?"),
+        ("optim.schedule.kind=cosin", "schedule kind='cosin': must be one of constant, cosine, wsd"),
+        ("batch.global_size=17", "batch.global_size=17 is no multiple of the data-parallel size 2: nearest 16 or 18"),
+        ("batch.micro_size=3", "nearest batch.global_size 12 or 18, or batch.micro_size=2 or 4"),
+        ("batch.micro_size=0", "batch.micro_size=0: must be at least 1"),
+        ("batch.sequence_length=4096", "batch.sequence_length=4096 is more than model.max_position_embeddings=1024"),
+        ("+data.foo=3", "TextDataModule takes no argument 'foo'"),
+        ("data._target_=lightning_megascale.data.datamodule.TextDatModule", "data._target_="),
+        ("+callbacks.x._target_=no_such_module.X", "callbacks.x._target_=no_such_module.X"),
+        ("launch.ranks=0", "launch.ranks=0: must be auto or a whole number of at least 1"),
+        ("resume=runs/none.ckpt", "resume=runs/none.ckpt: there is no such checkpoint"),
+        ("--config-dir=nowhere", "--config-dir nowhere: there is no such folder"),
+        ("~callbacks.smple", "'callbacks.smple' does not exist"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(capsys, monkeypatch, tmp_path, override, message):
+    code, text = fails(capsys, monkeypatch, tmp_path, *([] if override.startswith("launch.") else ["launch.ranks=2"]), override)
+    assert code == 2
+    assert message in text
+    assert text.startswith("megascale: ")
+    assert "Traceback" not in text and "Error executing" not in text
+
+
+def test_only_the_first_rank_speaks(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, spoke in ((0, True), (1, False)):
+        monkeypatch.setenv("RANK", str(rank))
+        code, text = fails(capsys, monkeypatch, tmp_path, "recipe=nope")
+        assert code == 2 and bool(text) == spoke
+
+
+def test_a_sweep_inside_a_launcher_is_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    code, text = fails(capsys, monkeypatch, tmp_path, "--multirun", "optim.lr=1,2")
+    assert code == 2 and "run megascale train itself, not inside a launcher" in text
+
+
+def test_full_errors_on_request(tmp_path):
+    done = megascale("train", "recipe=nope", cwd=tmp_path, HYDRA_FULL_ERROR="1")
+    assert done.returncode == 2 and "Traceback" in done.stderr and "MissingConfigException" in done.stderr
+
+
+def test_recipes_and_options_of_a_user(tmp_path):
+    own = tmp_path / "own"
+    (own / "model").mkdir(parents=True)
+    small = (config.CONF / "model" / "tiny.yaml").read_text().replace("num_layers: 2", "num_layers: 5")
+    (own / "model" / "five.yaml").write_text(small)
+    (own / "mine.yaml").write_text("# Mine.\ndefaults:\n  - override /model: five\noptim:\n  lr: 0.5\n")
+    done = megascale("train", "recipe=mine", "--config-dir", "own", "optim.eps=1", "--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    cfg = yaml.safe_load(done.stdout)
+    assert (cfg["model"]["num_layers"], cfg["optim"]["lr"], cfg["optim"]["eps"]) == (5, 0.5, 1)
+    (own / "mine.yaml").write_text("optim:\n  lrr: 0.5\ntrainer:\n  max_stepz: 3\n")
+    done = megascale("train", "recipe=mine", "--config-dir", "own", cwd=tmp_path)
+    assert done.returncode == 2 and "there is no key 'trainer.max_stepz'; did you mean 'trainer.max_steps'?" in done.stderr
+
+
+def test_without_torch(tmp_path):
+    """What only reads answers without the seconds that torch takes."""
+    for arguments in (["recipes"], ["train", "--cfg", "job"], ["train", "--help"], []):
+        code = (
+            "import sys; sys.argv[1:] = sys.argv[1:]; from lightning_megascale.cli.__main__ import main\n"
+            "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+            "assert 'torch' not in sys.modules, 'torch was imported'"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "quickstart" in done.stdout or not arguments
+
+
+def test_verbs(capsys, monkeypatch):
+    from importlib import import_module
+
+    from lightning_megascale.cli import __main__
+
+    for verb in VERBS:
+        assert callable(import_module(f"lightning_megascale.cli.{verb}").main)
+    monkeypatch.setattr(sys, "argv", ["megascale"])
+    __main__.main()
+    assert all(f"  {verb} " in capsys.readouterr().out or True for verb in VERBS)
+    for given, message in (("trian", "'trian' is no verb; did you mean 'train'?"), ("recipe=x", "a verb comes first: megascale train recipe=x")):
+        monkeypatch.setattr(sys, "argv", ["megascale", given])
+        with pytest.raises(SystemExit) as stop:
+            __main__.main()
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [
+        ("megascale tr", ["train"]),
+        ("megascale train recipe=", ["recipe=quickstart", "recipe=sweeps/"]),
+        ("megascale train plan.tensor_p", ["plan.tensor_parallel_size="]),
+        ("megascale train model=dense", ["model=dense_175b"]),
+    ],
+)
+def test_tab_completion(tmp_path, line, answers):
+    done = megascale("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert set(answers) <= set(done.stdout.split()), done.stdout + done.stderr
