@@ -66,20 +66,21 @@ def start_reduce(partial: Tensor, axis: TensorAxis, dim: int, sequence: bool) ->
 
 
 @torch.library.custom_op("lightning_megascale::gather_again", mutates_args=())
-def _gather_again(shard: Tensor, size: int, name: str) -> Tensor:
+def _gather_again(shard: Tensor, gradient: Tensor, size: int, name: str) -> Tensor:
     """The gather of a compiled backward. An operator of its own: the compiler would merge two equal gathers of one shard, forward's and
-    backward's, and keep the gathered tensor between them without a word."""
+    backward's, and keep the gathered tensor between them without a word. ``gradient`` is not read: it ties the operator to the backward,
+    for what does not depend on a gradient may be moved to the forward, and kept from there."""
     return start_gather(shard, TensorAxis(name, size, 0))
 
 
 @_gather_again.register_fake
-def _(shard: Tensor, size: int, name: str) -> Tensor:
+def _(shard: Tensor, gradient: Tensor, size: int, name: str) -> Tensor:
     return shard.new_empty((shard.shape[0] * size, *shard.shape[1:]))
 
 
-def start_gather_again(shard: Tensor, axis: TensorAxis) -> Tensor:
-    """``start_gather`` for a backward that repeats the forward's gather."""
-    return _gather_again(shard, axis.size, axis.name) if torch.compiler.is_compiling() else start_gather(shard, axis)
+def start_gather_again(shard: Tensor, gradient: Tensor, axis: TensorAxis) -> Tensor:
+    """``start_gather`` for a backward that repeats the forward's gather; ``gradient`` is any gradient it has got."""
+    return _gather_again(shard, gradient, axis.size, axis.name) if torch.compiler.is_compiling() else start_gather(shard, axis)
 
 
 # ---- columns -----------------------------------------------------------------------------------------------------------------------
@@ -107,7 +108,9 @@ class _Columns(torch.autograd.Function):
         count, axis, dim, needs = ctx.count, ctx.axis, ctx.dim, ctx.needs_input_grad
         used = [i for i in range(count) if grads[i] is not None]
         wants_weight = [i for i in used if needs[5 + i]]
-        pending = start_gather_again(kept, axis) if wants_weight and ctx.regather else None  # in flight during the matmuls of grad_x
+        pending = None
+        if wants_weight and ctx.regather:
+            pending = start_gather_again(kept, grads[wants_weight[0]], axis)  # in flight during the matmuls of grad_x
 
         grad_x = _sum_of_products(grad_full, [(grads[i], weights[i]) for i in used]) if needs[0] else None
         if grad_x is not None:

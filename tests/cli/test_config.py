@@ -169,7 +169,7 @@ def test_without_torch(tmp_path):
     """What only reads answers without the seconds that torch takes."""
     for arguments in (["recipes"], ["train", "--cfg", "job"], ["train", "--help"], []):
         code = (
-            "import sys; sys.argv[1:] = sys.argv[1:]; from lightning_megascale.cli.__main__ import main\n"
+            "import sys; from lightning_megascale.cli.__main__ import main\n"
             "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
             "assert 'torch' not in sys.modules, 'torch was imported'"
         )
@@ -177,7 +177,7 @@ def test_without_torch(tmp_path):
             [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stderr
-        assert "quickstart" in done.stdout or not arguments
+        assert done.stdout
 
 
 def test_verbs(capsys, monkeypatch):
@@ -189,7 +189,8 @@ def test_verbs(capsys, monkeypatch):
         assert callable(import_module(f"lightning_megascale.cli.{verb}").main)
     monkeypatch.setattr(sys, "argv", ["megascale"])
     __main__.main()
-    assert all(f"  {verb} " in capsys.readouterr().out or True for verb in VERBS)
+    listed = capsys.readouterr().out
+    assert all(f"\n  {verb} " in listed for verb in VERBS)
     for given, message in (("trian", "'trian' is no verb; did you mean 'train'?"), ("recipe=x", "a verb comes first: megascale train recipe=x")):
         monkeypatch.setattr(sys, "argv", ["megascale", given])
         with pytest.raises(SystemExit) as stop:
@@ -201,7 +202,7 @@ def test_verbs(capsys, monkeypatch):
     ("line", "answers"),
     [
         ("megascale tr", ["train"]),
-        ("megascale train recipe=", ["recipe=quickstart", "recipe=sweeps/"]),
+        ("megascale train recipe=", ["recipe=quickstart"]),
         ("megascale train plan.tensor_p", ["plan.tensor_parallel_size="]),
         ("megascale train model=dense", ["model=dense_175b"]),
     ],

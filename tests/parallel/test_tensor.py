@@ -74,7 +74,7 @@ def test_second_gather_is_really_used() -> None:
 
 
 def _scale_second_gather(model: nn.Module) -> None:
-    ops.start_gather_again = lambda shard, axis: ops.start_gather(shard * 1.001, axis)  # in a forked rank, so nothing to put back
+    ops.start_gather_again = lambda shard, _, axis: ops.start_gather(shard * 1.001, axis)  # in a forked rank, so nothing to put back
 
 
 @pytest.mark.parametrize(("forget", "sequence_parallel"), [("q_norm", False), ("k_norm", True), ("mlp_norm", True), ("o_proj.bias", True)])

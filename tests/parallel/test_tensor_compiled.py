@@ -68,7 +68,7 @@ def _saved_sizes(c: Case) -> tuple[list[int], int, int]:
         todo += [before for before, _ in node.next_functions]
         for tensor in getattr(node, "saved_tensors", ()):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in parameters:
-                found[tensor.untyped_storage()._cdata] = tensor.numel(); print(type(node).__name__, tuple(tensor.shape), tensor.stride(), flush=True) if tensor.numel()>1000 else None
+                found[tensor.untyped_storage()._cdata] = tensor.numel()
     return list(found.values()), counters["stats"]["unique_graphs"], ids.numel() * dict(c.shape).get("hidden_size", 32)
 
 

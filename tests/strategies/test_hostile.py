@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megascale import MegascaleStrategy
-from tests.harness import run_ranks, worst
+from tests.harness import RankFailure, run_ranks, worst
 from tests.strategies.test_existing_code import CLASSES, PLANS, WIDTH, CallsModel, Layer, Tokens, train
 from tests.strategies.test_guards import QUIET
 
@@ -146,21 +147,19 @@ def test_every_rank_refuses_with_the_same_words(name: str) -> None:
         assert part in messages[0], messages[0]
 
 
-def missing_rank() -> str:
+def missing_rank(path: str) -> None:
     """Rank 1 comes too late."""
     if torch.distributed.get_rank() == 1:
         time.sleep(3)
-        return "absent"
-    strategy = MegascaleStrategy(timeout=timedelta(seconds=1))
+        return
     try:
-        strategy.barrier()
+        MegascaleStrategy(timeout=timedelta(seconds=1)).barrier()
     except RuntimeError as error:
-        return str(error)
-    return "no error"
+        Path(path).write_text(str(error))
+        raise
 
 
-def test_a_barrier_that_times_out_names_the_missing_rank() -> None:
-    messages = run_ranks(missing_rank, 2, timeout=20)
-    assert "1" in messages[0] and "monitoredBarrier" in messages[0], messages[0]
-
-
+def test_a_barrier_that_times_out_names_the_missing_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(missing_rank, 2, str(tmp_path / "message"), timeout=20)
+    assert "Ranks 1 failed to pass monitoredBarrier" in (tmp_path / "message").read_text()
