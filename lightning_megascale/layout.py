@@ -128,7 +128,9 @@ class ModelLayout:
         for role in ROLES:
             patterns = getattr(self, role)
             if patterns:
-                rows.append(f"    {role}={patterns[0]!r}," if role == "blocks" and len(patterns) == 1 else f"    {role}={list(patterns)!r},")
+                rows.append(
+                    f"    {role}={patterns[0]!r}," if role == "blocks" and len(patterns) == 1 else f"    {role}={list(patterns)!r},"
+                )
         return "ModelLayout(\n" + "\n".join(rows) + "\n)"
 
 
@@ -164,12 +166,12 @@ def repeated_blocks(modules: Sequence[ModuleInfo]) -> tuple[str, ...]:
             continue
         if by_name[parent].kind not in ("ModuleList", "ModuleDict", "Sequential"):
             continue
-        groups: dict[tuple[str, int], list[str]] = {}
+        groups: dict[tuple[str, tuple], list[str]] = {}
         for child in children.get(parent, []):
             inner = signature(child)
             callable_ = by_name[child].kind not in ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
-            if callable_ and sum(len(row[2]) for row in inner) and len(inner) > 1:  # a bare layer is no block
-                groups.setdefault((by_name[child].kind, hash(inner)), []).append(child)
+            if callable_ and len(inner) > 1 and any(row[2] for row in inner):  # a bare layer is no block
+                groups.setdefault((by_name[child].kind, inner), []).append(child)
         repeated = [child for group in groups.values() if len(group) > 1 for child in group]
         kinds = {by_name[child].kind for child in repeated}
         found += [c for c in children.get(parent, []) if by_name[c].kind in kinds and (c in repeated or len(groups) < len(kinds) + 2)]

@@ -57,7 +57,9 @@ class MeshViews:
         return view.get_group()
 
 
-def build_mesh(plan: ParallelPlan, device_type: str, ranks: Sequence[int] | torch.Tensor | None = None, keep: Sequence[str] = ()) -> MeshViews:
+def build_mesh(
+    plan: ParallelPlan, device_type: str, ranks: Sequence[int] | torch.Tensor | None = None, keep: Sequence[str] = ()
+) -> MeshViews:
     """Builds the mesh of a resolved plan; every rank must call it with equal arguments.
 
     Args:

@@ -223,7 +223,7 @@ class ParallelPlan:
                 )
             elif _is_size(self.reshard_after_forward) and self.reshard_after_forward is not True:
                 size = shard * self.context_parallel_size
-                if size % self.reshard_after_forward or self.reshard_after_forward in (1, size):
+                if size % int(self.reshard_after_forward) or self.reshard_after_forward in (1, size):
                     wrong.append(
                         f"reshard_after_forward={self.reshard_after_forward}: a group size must divide dp_shard x cp = {size} "
                         "and differ from 1 and from it; True and False are the two ends"
@@ -257,10 +257,8 @@ class ParallelPlan:
             return []
         below = self.global_batch_size // unit * unit
         near = f"{below} or {below + unit}" if below else f"{unit}"
-        return [
-            f"global_batch_size={self.global_batch_size} is no multiple of microbatch_size {self.microbatch_size} x data-parallel size "
-            f"{replicate * shard} = {unit}: nearest {near}"
-        ]
+        product = f"microbatch_size {self.microbatch_size} x data-parallel size {replicate * shard} = {unit}"
+        return [f"global_batch_size={self.global_batch_size} is no multiple of {product}: nearest {near}"]
 
     def _data_parallel(self, world_size: int) -> tuple[int, int]:
         """(replicate, shard), "auto" filled in; the product may be wrong, which ``check`` reports."""

@@ -30,16 +30,16 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: Path
         MASTER_PORT="0",
         TORCHELASTIC_RUN_ID="harness",  # Lightning then takes the ranks as they are
     )
-    log = open(folder / f"{rank}.log", "w", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     torch.set_num_threads(1)
     code = 0
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         torch.save(function(*args), folder / f"{rank}.pt")
         dist.barrier()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - written down, and reported by the parent
         code = 1
         (folder / f"{rank}.err").write_text(traceback.format_exc())
     sys.stdout.flush()

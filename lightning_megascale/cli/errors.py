@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable
@@ -52,7 +53,7 @@ def stop(error: BaseException, message: str, *, show: bool = True) -> NoReturn:
 def explain(error: BaseException) -> str | None:
     """The message for a user's mistake in the command line or in a config file; None when it is no such mistake."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     if isinstance(error, UserError):
         return str(error)
@@ -60,15 +61,16 @@ def explain(error: BaseException) -> str | None:
         return _missing_config(error)
     if isinstance(error, OverrideParseException):
         return _not_an_override(error)
-    cause = error
+    cause: Any = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__  # type: ignore[assignment]
+        cause = cause.__cause__ or cause.__context__
+    place = re.match(r"In '([^']+)': ", str(error))
+    where = f"{place[1]}: " if place else ""  # the file
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        return _unknown_key(str(cause.full_key or cause.key), cause.parent_node)
-    if isinstance(cause, ValidationError):
-        return f"{cause.full_key}: {str(cause).splitlines()[0]}"
+        return where + _unknown_key(str(cause.full_key or cause.key), cause.parent_node)
     if isinstance(cause, OmegaConfBaseException):
-        return f"{cause.full_key}: {str(cause).splitlines()[0]}" if cause.full_key else str(cause).splitlines()[0]
+        key = f"{cause.full_key}: " if cause.full_key else ""
+        return f"{where}{key}{str(cause).splitlines()[0]}"
     if isinstance(error, HydraException):
         return str(error).strip()
     return None

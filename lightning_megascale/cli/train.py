@@ -22,6 +22,7 @@ _RESULTS: list[tuple[str, dict[str, Any] | None]] = []  # of a sweep's runs
 
 def main() -> None:
     """The verb. A user's mistake ends it with exit code 2 and one message from one rank."""
+    sys.argv[1:] = flags_first(sys.argv[1:])
     config.register(_config_dirs(sys.argv[1:]))
     if launch.rank() > 0:  # one rank writes the run's .hydra folder
         sys.argv.append("hydra.output_subdir=null")
@@ -54,6 +55,16 @@ def _stop_if_user_error(error: Exception) -> None:
     message = explain(error)
     if message is not None:
         stop(error, message, show=launch.rank() == 0)
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The same arguments with the overrides behind the flags: argparse wants all overrides in one place."""
+    overrides = []
+    flags = []
+    for argument in arguments:
+        is_value = bool(flags) and flags[-1] in ("--config-dir", "-cd")
+        (overrides if not is_value and not argument.startswith("-") and ("=" in argument or argument.startswith("~")) else flags).append(argument)
+    return flags + overrides
 
 
 def _config_dirs(arguments: list[str]) -> tuple[str, ...]:

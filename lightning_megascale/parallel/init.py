@@ -6,6 +6,8 @@ One module at a time is whole in memory, so a model of any size can be built on 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,16 +48,19 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> nn.M
     wrong = check_materializable(model)
     if wrong:
         raise ValueError("\n".join(wrong))
-    init_module: Callable[[nn.Module, str], None] | None = getattr(model, "init_module", None)
     drawn: set[int] = set()
     for name, module in model.named_modules():
-        if not _own_meta(module):
-            continue
-        if init_module is not None:
-            _materialize_module(module, lambda m, n=name: init_module(m, n), device, derive_seed(seed, "init", name), drawn)
-        else:
-            _materialize_module(module, lambda m: m.reset_parameters(), device, derive_seed(seed, "init", name), drawn)
+        if _own_meta(module):
+            _materialize_module(module, partial(_initialize, model, name), device, derive_seed(seed, "init", name), drawn)
     return model
+
+
+def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Draws a module's own parameters: as the model says, else as the module itself does."""
+    if hasattr(model, "init_module"):
+        cast(Any, model).init_module(module, name)
+    else:
+        cast(Any, module).reset_parameters()
 
 
 def _own_meta(module: nn.Module) -> bool:
@@ -83,12 +88,11 @@ def _materialize_module(
         with torch.no_grad(), fork_seeded(seed, device):
             initialize(module)
     finally:
-        drawn_whole = {name: module._parameters[name] for name in whole}
         module._parameters.update(own)
     with torch.no_grad():
         for name, parameter in own.items():
             if parameter is not None and parameter.is_meta and id(parameter) not in drawn:
-                _fill(parameter, drawn_whole[name])
+                _fill(parameter, whole[name])
                 drawn.add(id(parameter))
 
 
@@ -118,9 +122,10 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     for dim in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[dim]
         if not placement.is_replicate():  # Shard, or the strided one that FSDP2 over tensor parallelism makes
-            pieces = part.chunk(like.device_mesh.size(dim), placement.dim)  # type: ignore[attr-defined]
+            axis = cast(Any, placement).dim
+            pieces = part.chunk(like.device_mesh.size(dim), axis)
             index = coordinate[dim]
-            part = pieces[index] if index < len(pieces) else part.narrow(placement.dim, 0, 0)
+            part = pieces[index] if index < len(pieces) else part.narrow(axis, 0, 0)
     return part
 
 

@@ -44,11 +44,12 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
         ValueError: for ``loss_weight="labels"`` without integer labels.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    countable = isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.ndim > 0
-    if loss_weight == "labels" and not countable:
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
+        labels = None
+    if loss_weight == "labels" and labels is None:
         raise ValueError("loss_weight='labels' needs a batch that is a dict with an integer tensor 'labels'; use loss_weight='samples'")
-    if loss_weight != "samples" and countable:
-        valid = labels != IGNORE_INDEX
+    if loss_weight != "samples" and labels is not None:
+        valid = labels.ne(IGNORE_INDEX)
         whole = valid.sum().to(torch.float64)
         if labels.ndim < 2 or label_alignment == "aligned":
             return Weights(whole)

@@ -75,11 +75,12 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
     """
     if plan.tensor_parallel_size > 1 and layout is None:
         guess = guess_layout(describe(model)).paste()
-        return [
+        message = (
             f"tensor_parallel_size={plan.tensor_parallel_size} needs to know the roles of the modules of {type(model).__name__}, which "
             "has no megascale_layout. A guess from its names and shapes, to be read, corrected and given as "
             f"MegascaleStrategy(layout=...):\n{guess}"
-        ]
+        )
+        return [message]
     wrong = []
     if layout is not None and (plan.tensor_parallel_size > 1 or layout.blocks):
         wrong += layout.unmatched([name for name, _ in model.named_modules()]) if plan.tensor_parallel_size == 1 else []
@@ -96,7 +97,8 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
         )
     if int(plan.data_parallel_size) > 1:
         wrong += [
-            f"module {name!r} is a {type(child).__name__}: it takes its statistics from this rank's rows only, so the numbers would depend on "
+            f"module {name!r} is a {type(child).__name__}: it takes its statistics from this rank's rows only, so the numbers would "
+            "depend on "
             "the number of ranks. Use group, layer or RMS norm, or freeze it (requires_grad_(False) and eval())"
             for name, child in module.named_modules()
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
@@ -105,7 +107,7 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
 
 
 def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayout | None) -> list[str]:
-    """A message for every parameter that two FSDP2 units would hold: each would shard a copy, and the tie would be gone without an error."""
+    """A message for every parameter that two FSDP2 units would hold: each would shard a copy, untied without an error."""
     blocks = [model.get_submodule(name) for name in block_names(model, layout)]
     inside = {id(child): number for number, block in enumerate(blocks) for child in block.modules()}
     for number, root in enumerate(roots_of(module, model)):
@@ -116,7 +118,8 @@ def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayo
         for key, parameter in child.named_parameters(recurse=False):
             holders.setdefault(id(parameter), []).append((inside.get(id(child)), f"{name}.{key}".lstrip(".")))
     return [
-        f"{' and '.join(name for _, name in held)} are one parameter in units that are sharded apart, which would untie them: put the modules "
+        f"{' and '.join(name for _, name in held)} are one parameter in units that are sharded apart, which would untie them: "
+        "put the modules "
         "that share it into one child of the LightningModule, outside the repeated blocks"
         for held in holders.values()
         if len({unit for unit, _ in held}) > 1
@@ -240,5 +243,3 @@ def _opened(children: list[nn.Module]) -> list[nn.Module]:
         elif any(True for _ in child.parameters()) and not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
             found.append(child)
     return found
-
-

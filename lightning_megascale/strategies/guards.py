@@ -76,7 +76,8 @@ def check_rows(batch: Any, plan: ParallelPlan) -> None:
     rows = rows_of(batch)
     if rows is not None and rows != plan.microbatch_size:
         raise ValueError(
-            f"the loader gave {rows} rows and microbatch_size={plan.microbatch_size}: the accumulation derived from global_batch_size holds "
+            f"the loader gave {rows} rows and microbatch_size={plan.microbatch_size}: the accumulation derived from "
+            "global_batch_size holds "
             "for full batches only; set the loader's batch_size to it and drop_last=True"
         )
 
@@ -87,15 +88,18 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
         return
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     shapes = derive_seed(*(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in leaves))
-    sums = [leaf.detach().double().nan_to_num().sum() * (i + 1) for i, leaf in enumerate(leaves) if not leaf.is_complex()]
-    ends = [leaf.detach().flatten()[0].double().nan_to_num() for leaf in leaves if leaf.numel() and not leaf.is_complex()]
-    mine = torch.stack([torch.tensor(float(shapes % 2**52), dtype=torch.float64), *(v.cpu() for v in (sum(sums), sum(ends)) if sums)]).to(device)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    values = [leaf.detach().double().nan_to_num() for leaf in leaves if leaf.numel() and not leaf.is_complex()]
+    sums = sum((value.sum() * (place + 1) for place, value in enumerate(values)), zero)
+    ends = sum((value.flatten()[0] * (place + 1) for place, value in enumerate(values)), zero)
+    mine = torch.stack([torch.tensor(float(shapes % 2**52), dtype=torch.float64, device=device), sums, ends])
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     if any(not torch.equal(other, mine) for other in gathered):
         raise ValueError(
             "tensor-parallel peers got different batches, so each would compute its part of another forward. Divide the data by "
-            "trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling depend on nothing else"
+            "trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling depend on "
+            "nothing else"
         )
 
 
@@ -111,7 +115,8 @@ def check_loader_lengths(loader: Any, device: torch.device) -> None:
     if len(set(counts)) > 1:
         shortest, longest = counts.index(min(counts)), counts.index(max(counts))
         raise ValueError(
-            f"ranks have different numbers of batches: rank {shortest} has {min(counts)} and rank {longest} has {max(counts)} (-1: unknown), so "
+            f"ranks have different numbers of batches: rank {shortest} has {min(counts)} and rank {longest} has {max(counts)} (-1: "
+            "unknown), so "
             "the longer ones would wait for ever. Use Lightning's distributed sampler, or drop_last=True on equal shares"
         )
 
@@ -121,7 +126,8 @@ def refuse_other_plan(done: ParallelPlan, wanted: ParallelPlan) -> None:
     differing = [field.name for field in fields(ParallelPlan) if getattr(done, field.name) != getattr(wanted, field.name)]
     if differing:
         raise ValueError(
-            f"this LightningModule was already parallelized under another plan (differing: {', '.join(differing)}): build a new module for a "
+            f"this LightningModule was already parallelized under another plan (differing: {', '.join(differing)}): build a new "
+            "module for a "
             "new plan, and load a checkpoint into it"
         )
 
@@ -140,12 +146,15 @@ def check_gradients(module: nn.Module, parameters: Iterable[nn.Parameter]) -> No
     """After the first backward no trainable parameter may be without a gradient."""
     stepped = {id(parameter) for parameter in parameters}
     missing = [
-        name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter.grad is None and id(parameter) in stepped
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and parameter.grad is None and id(parameter) in stepped
     ]
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise ValueError(
-            f"after the first backward these trainable parameters have no gradient: {shown}. They would never train, and no error would tell. "
+            f"after the first backward these trainable parameters have no gradient: {shown}. They would never train, and no error "
+            "would tell. "
             "If the loss does not use them, freeze them with requires_grad_(False)"
         )
 
@@ -166,6 +175,7 @@ def refuse_batch_change(saved: Mapping[str, Any], plan: ParallelPlan) -> None:
     before, now = saved.get("global_batch_size"), plan.global_batch_size
     if before is not None and now is not None and before != now and not plan.allow_batch_change:
         raise ValueError(
-            f"global_batch_size={now}, and the checkpoint was trained with {before}: a resume keeps the global batch. Set it to {before}, or "
+            f"global_batch_size={now}, and the checkpoint was trained with {before}: a resume keeps the global batch. Set it to "
+            f"{before}, or "
             "allow_batch_change=True if the change is meant"
         )

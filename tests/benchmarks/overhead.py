@@ -34,7 +34,13 @@ from lightning_megascale.strategies.trainer import MegascaleStrategy
 from tests.harness import run_ranks
 
 SIZES = {  # config, rows and tokens of a rank's batch, steps of a turn, steps of it that are not counted
-    "tiny": (DecoderConfig(vocab_size=256, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_position_embeddings=32), 2, 32, 40, 10),
+    "tiny": (
+        DecoderConfig(vocab_size=256, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_position_embeddings=32),
+        2,
+        32,
+        40,
+        10,
+    ),
     "100m": (
         DecoderConfig(vocab_size=16000, hidden_size=768, num_layers=11, num_heads=12, intermediate_size=2048, max_position_embeddings=64),
         1,
@@ -166,7 +172,9 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 def main(arguments: list[str]) -> None:
     options = dict(argument.split("=") for argument in arguments)
-    table = Table("ranks", "parameters", "ms a step", "vs hand-written", "vs ModelParallelStrategy", title="step time, median ratio [95% interval]")
+    table = Table(
+        "ranks", "parameters", "ms a step", "vs hand-written", "vs ModelParallelStrategy", title="step time, median ratio [95% interval]"
+    )
     for ranks in map(int, options.get("ranks", "2,4").split(",")):
         for size in options.get("sizes", "tiny,100m").split(","):
             results = run_ranks(contest, ranks, size, int(options.get("rounds", 9)), timeout=3000)

@@ -162,7 +162,7 @@ def test_recipes_and_options_of_a_user(tmp_path):
     assert (cfg["model"]["num_layers"], cfg["optim"]["lr"], cfg["optim"]["eps"]) == (5, 0.5, 1)
     (own / "mine.yaml").write_text("optim:\n  lrr: 0.5\ntrainer:\n  max_stepz: 3\n")
     done = megascale("train", "recipe=mine", "--config-dir", "own", cwd=tmp_path)
-    assert done.returncode == 2 and "there is no key 'trainer.max_stepz'; did you mean 'trainer.max_steps'?" in done.stderr
+    assert done.returncode == 2 and "recipe/mine: there is no key 'trainer.max_stepz'; did you mean 'trainer.max_steps'?" in done.stderr
 
 
 def test_without_torch(tmp_path):

@@ -214,7 +214,9 @@ def declared(kind: type[Base], plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", [CallsModel, CallsModelWithBatch, CallsItself, OwnLayers, WithMetric, StockStyle], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [CallsModel, CallsModelWithBatch, CallsItself, OwnLayers, WithMetric, StockStyle], ids=lambda kind: kind.__name__
+)
 def test_unchanged_module_equals_one_device(kind: type[Base], plan: str) -> None:
     arguments = declared(kind, plan)
     if kind is StockStyle:
@@ -268,5 +270,3 @@ def fit_then_test() -> dict[str, Any]:
     except ValueError as error:
         message = str(error)
     return {"first": loss, "second": again, "message": message}
-
-

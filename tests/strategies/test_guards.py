@@ -77,7 +77,11 @@ def test_several_violated_rules_come_in_one_error() -> None:
         (dict(data_parallel_size=4, tensor_parallel_size=4), 8, ["leave 2 ranks"]),
         (dict(data_parallel_size=8, data_parallel_shard_size=4), 8, ["data_parallel_shard_size=4"]),
         (dict(reshard_after_forward=3), 8, ["must divide dp_shard x cp = 8"]),
-        (dict(global_batch_size=12, microbatch_size=2), 4, ["no multiple of microbatch_size 2 x data-parallel size 4 = 8", "nearest 8 or 16"]),
+        (
+            dict(global_batch_size=12, microbatch_size=2),
+            4,
+            ["no multiple of microbatch_size 2 x data-parallel size 4 = 8", "nearest 8 or 16"],
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_the_ranks_names_the_nearest(plan: dict[str, Any], world: int, said: list[str]) -> None:
@@ -175,7 +179,12 @@ class OddHeads(CallsModel):
 
 CASES: dict[str, tuple[type[L.LightningModule], dict[str, Any], dict[str, Any], list[str]]] = {
     "label alignment undeclared": (CallsModel, {}, {}, ["label_alignment=None", "'aligned'", "'shift'"]),
-    "no layout": (CallsModel, dict(tensor_parallel_size=2), {}, ["no megascale_layout", "ModelLayout(", "colwise=['layers.*.up']", "head=['head']"]),
+    "no layout": (
+        CallsModel,
+        dict(tensor_parallel_size=2),
+        {},
+        ["no megascale_layout", "ModelLayout(", "colwise=['layers.*.up']", "head=['head']"],
+    ),
     "pattern without match": (
         CallsModel,
         dict(tensor_parallel_size=2, layout=dict(colwise=["layers.*.upp"], rowwise=["layers.*.down"])),
@@ -188,7 +197,12 @@ CASES: dict[str, tuple[type[L.LightningModule], dict[str, Any], dict[str, Any], 
         {},
         ["head", str(CLASSES), "2"],
     ),
-    "unused parameter": (Unused, dict(label_alignment="aligned"), {}, ["no gradient: model.spare.weight, model.spare.bias", "requires_grad_(False)"]),
+    "unused parameter": (
+        Unused,
+        dict(label_alignment="aligned"),
+        {},
+        ["no gradient: model.spare.weight, model.spare.bias", "requires_grad_(False)"],
+    ),
     "loss_sum alone": (SumWithoutCount, {}, {}, ["one of 'loss_sum' and 'num_tokens'"]),
     "vector loss": (VectorLoss, {}, {}, ["must be a single number"]),
     "unweighable batch": (Opaque, {}, {}, ["neither labels nor rows"]),
@@ -206,7 +220,12 @@ CASES: dict[str, tuple[type[L.LightningModule], dict[str, Any], dict[str, Any], 
         dict(accumulate_grad_batches=4),
         ["accumulate_grad_batches=4 contradicts global_batch_size: 16 = micro 4 x accumulation 2 x dp 2"],
     ),
-    "loader's rows are not the microbatch": (CallsModel, dict(global_batch_size=12, microbatch_size=6), {}, ["the loader gave 4 rows and microbatch_size=6"]),
+    "loader's rows are not the microbatch": (
+        CallsModel,
+        dict(global_batch_size=12, microbatch_size=6),
+        {},
+        ["the loader gave 4 rows and microbatch_size=6"],
+    ),
     "options of a module that shards itself": (StockStyle, dict(compile=True), {}, ["compile", "configure_model"]),
     "meta without initialization": (OnMetaWithoutInit, {}, {}, ["meta device", "reset_parameters"]),
     "wrong child": (CallsModel, dict(module="modle"), {}, ["module='modle'", "model"]),

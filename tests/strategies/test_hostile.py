@@ -71,7 +71,9 @@ class TwoGroups(CallsModel):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", [ForwardBeforeStep, Frozen, CalledTwice, ClippedByValue, TiedHead, TwoGroups], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [ForwardBeforeStep, Frozen, CalledTwice, ClippedByValue, TiedHead, TwoGroups], ids=lambda kind: kind.__name__
+)
 def test_habit_equals_one_device(kind: type[L.LightningModule], plan: str) -> None:
     reference = train(kind, None)
     results = run_ranks(train, 2, kind, {**PLANS[plan], "label_alignment": "aligned"})
@@ -120,7 +122,12 @@ REFUSALS: dict[str, tuple[type[L.LightningModule], dict[str, Any], dict[str, Any
     "tied into a block": (TiedIntoBlock, {}, {}, ["model.layers.0.up.weight and model.spare.weight are one parameter"]),
     "batch norm": (WithBatchNorm, {}, {}, ["'model.norm' is a BatchNorm1d", "this rank's rows only"]),
     "sync_batchnorm": (CallsModel, {}, dict(sync_batchnorm=True), ["sync_batchnorm=True"]),
-    "data divided by RANK under tp": (CallsModel, PLANS["tp2"], dict(data=ByRank), ["tensor-parallel peers got different batches", "data_parallel_rank"]),
+    "data divided by RANK under tp": (
+        CallsModel,
+        PLANS["tp2"],
+        dict(data=ByRank),
+        ["tensor-parallel peers got different batches", "data_parallel_rank"],
+    ),
     "unequal numbers of batches": (Uneven, {}, dict(use_distributed_sampler=False), ["rank 0 has 2 and rank 1 has 3", "drop_last=True"]),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 import lightning_megascale  # the import registers the name
 import lightning as L, torch
@@ -24,16 +24,24 @@ trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2
 rows = [{**row, "labels": row["labels"].clamp(min=0)} for row in (Tokens()[i] for i in range(len(Tokens())))]
 trainer.fit(CallsModel(), DataLoader(rows, batch_size=4))
 print(f"rank {trainer.global_rank} of {trainer.strategy.data_parallel_size}: {trainer.strategy.step_loss:.6f}", flush=True)
-'''
+"""
 
 
 def start(command: list[str], folder: Path, argument: str) -> subprocess.CompletedProcess:
     (folder / "script.py").write_text(SCRIPT)
     root = Path(__file__).resolve().parents[2]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "LOCAL_", "WORLD_", "TORCHELASTIC", "MASTER_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("RANK", "LOCAL_", "WORLD_", "TORCHELASTIC", "MASTER_"))
+    }
     environment |= {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, str(folder / "script.py"), argument], env=environment, capture_output=True, text=True, timeout=110, cwd=folder, check=False
+        [*command, str(folder / "script.py"), argument],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=folder,
+        check=False,
     )
 
 
