@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -26,9 +27,7 @@ def _register(strategies: Any) -> None:
 
 
 def _make(**arguments: Any) -> Any:
-    from lightning_megascale.strategies.trainer import MegascaleStrategy
-
-    return MegascaleStrategy(**arguments)
+    return import_module("lightning_megascale.strategies.trainer").MegascaleStrategy(**arguments)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
