@@ -9,13 +9,13 @@ recomputation in large transformer models", section 4.2.2 (sequence parallelism,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 _c10d = torch.ops._c10d_functional
@@ -91,7 +91,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, axis: TensorAxis, sequence: bool, regather: bool, count: int, *parameters: Tensor | None
+        ctx: Any, x: Tensor, axis: TensorAxis, sequence: bool, regather: bool, count: int, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         dim = x.ndim - 2
@@ -103,7 +103,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_full: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_full: Tensor | None, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept, *weights = ctx.saved_tensors
         count, axis, dim, needs = ctx.count, ctx.axis, ctx.dim, ctx.needs_input_grad
         used = [i for i in range(count) if grads[i] is not None]
@@ -184,13 +184,13 @@ class _Reduce(torch.autograd.Function):
     """Partial sums -> their sum over the axis, scattered over the sequence or whole on every rank. Keeps nothing."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, partial: Tensor, axis: TensorAxis, sequence: bool) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, axis: TensorAxis, sequence: bool) -> Tensor:
         ctx.axis, ctx.sequence, ctx.dim = axis, sequence, partial.ndim - 2
         return _c10d.wait_tensor(start_reduce(partial, axis, ctx.dim, sequence))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return finish_gather(start_gather(grad, ctx.axis), ctx.axis, ctx.dim) if ctx.sequence else grad, None, None
 
 
@@ -213,12 +213,12 @@ def _(x: Tensor, weight: Tensor, size: int, name: str, sequence: bool) -> Tensor
     return x.new_empty(shape)
 
 
-def _save_row(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
+def _save_row(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, ctx.size, ctx.name, ctx.sequence = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _row_backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _row_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     if ctx.sequence:
         axis = TensorAxis(ctx.name, ctx.size, 0)
@@ -300,13 +300,13 @@ def vocabulary_embedding(ids: Tensor, weight: Tensor, axis: TensorAxis, *, seque
 
 class _GatherVocabulary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, axis: TensorAxis) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis = axis
         return finish_gather(start_gather(logits, axis), axis, logits.ndim - 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.axis.size, dim=-1)[ctx.axis.rank].contiguous(), None
 
 

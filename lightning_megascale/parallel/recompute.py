@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_megascale.ops.tensor_parallel import ROW_LINEAR
+from lightning_megascale.parallel.mixin import become
 
 MODES = (None, "selective", "full")
 
@@ -62,7 +63,8 @@ def apply_recompute(blocks: Sequence[nn.Module], mode: str | Collection[type[nn.
             raise ValueError(f"activation_checkpointing holds {kind!r}: must be None, 'selective', 'full' or a set of module classes")
         if not any(isinstance(module, kind) for module in modules):
             inside = sorted({type(module).__name__ for module in modules})
-            raise ValueError(f"activation_checkpointing holds {kind.__name__}, but no block has such a module; they have {', '.join(inside)}")
+            found = ", ".join(inside)
+            raise ValueError(f"activation_checkpointing holds {kind.__name__}, but no block has such a module; they have {found}")
     for module in modules:
         if isinstance(module, classes):
             _recompute(module, FullRecompute)
@@ -74,12 +76,7 @@ def _is_module_class(kind: Any) -> bool:
 
 def _recompute(module: nn.Module, mixin: type) -> None:
     if not isinstance(module, FullRecompute):  # a block that stands in the list twice is wrapped once
-        module.__class__ = _mixed(mixin, type(module))
-
-
-@cache
-def _mixed(mixin: type, base: type) -> type:
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+        become(module, mixin)
 
 
 class FullRecompute:
@@ -91,7 +88,7 @@ class FullRecompute:
         call = super().__call__  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        options = {} if self.contexts is None else {"context_fn": self.contexts}
+        options: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
         # both as positional arguments: torch looks in there for the devices whose random state it must keep
         return checkpoint(partial(_unpacked, call), args, kwargs, use_reentrant=False, **options)
 

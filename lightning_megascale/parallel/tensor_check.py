@@ -98,8 +98,11 @@ class _Messages:
         self.alike.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), text), []).append(name)
 
     def all(self) -> list[str]:
-        more = [(names[0], f" (and {len(names) - 1} more like it)" if len(names) > 1 else "", text) for (_, text), names in self.alike.items()]
-        return self.lines + [f"{name}{others}: {text}" for name, others, text in more]
+        lines = list(self.lines)
+        for (_, text), names in self.alike.items():
+            others = f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""
+            lines.append(f"{names[0]}{others}: {text}")
+        return lines
 
 
 def _missing(roles: Roles, sequence_parallel: bool) -> list[str]:
@@ -186,7 +189,7 @@ def _partners(roles: Roles, tp: int) -> Found:
             scope = next((block for block in roles.blocks if _within(name, block)), name.rpartition(".")[0])
             partners = [column for column in roles.colwise if _within(column, scope)]
         if not partners:
-            where = f"attention or mlp module {owner!r}" if owner else "block"
+            where = "attention or mlp module" if owner else "block"
             yield name, f"is row-parallel, but no column-parallel linear is in the same {where}; its input would not be split"
     rows = {owner: [name for name in roles.rowwise if roles.owner(name) == owner] for owner in columns}
     for owner, names in columns.items():
@@ -195,7 +198,7 @@ def _partners(roles: Roles, tp: int) -> Found:
         column, row = roles.model.get_submodule(names[0]), roles.model.get_submodule(rows[owner][0])
         if isinstance(column, nn.Linear) and isinstance(row, nn.Linear) and column.out_features > row.in_features:
             text = (
-                f"out_features={column.out_features} are more than the in_features={row.in_features} of {rows[owner][0]}: a fused "
+                f"out_features={column.out_features} are more than the in_features={row.in_features} of its row-parallel partner: a fused "
                 "projection, whose rows would be dealt out wrongly; split it into one linear per projection"
             )
             yield names[0], text
@@ -220,7 +223,7 @@ def _places(roles: Roles, tp: int) -> Found:
     """Roles whose gradient rule depends on where the module stands."""
     for name in roles.norms:
         if roles.owner(name) is not None:
-            yield name, "is in layout.norms but inside attention or mlp, where its gradient is a part of a sum: list it in layout.replicated"
+            yield name, "is in layout.norms but inside attention or mlp, where its gradient is partial: list it in layout.replicated"
     for name in roles.replicated:
         if roles.owner(name) is None:
             yield name, "is in layout.replicated but outside of attention and mlp, where its gradient is whole: list it in layout.norms"
@@ -247,7 +250,7 @@ def _sharing(roles: Roles, tp: int) -> Found:
     for places in users.values():
         if len({dim for _, dim in places}) > 1:
             first, *others = (name for name, _ in places)
-            yield first, f"shares a parameter with {', '.join(others)}, which is not split the same way; list both (tied head and embedding)"
+            yield first, f"shares a parameter with {', '.join(others)}, which is not split the same way; list both"
 
 
 def _roleless(roles: Roles, sequence_parallel: bool) -> Found:
@@ -259,15 +262,11 @@ def _roleless(roles: Roles, sequence_parallel: bool) -> Found:
             continue
         kind = type(module).__name__
         if roles.owner(name) is not None:
-            yield name, (
-                f"{kind} has parameters inside attention or mlp but no role: list it in layout.colwise, rowwise, or replicated "
-                "(whole on every rank, its gradients summed)"
-            )
+            remedy = "list it in layout.colwise, rowwise, or replicated (whole on every rank, its gradients summed)"
+            yield name, f"{kind} has parameters inside attention or mlp but no role: {remedy}"
         elif sequence_parallel:
-            yield name or "the model itself", (
-                f"{kind} has parameters but no role; under sequence_parallel it would see 1/tp of the sequence and its gradients would not be "
-                "summed: list it in layout.norms, or in the role it has"
-            )
+            why = "under sequence_parallel it would see 1/tp of the sequence and its gradients would not be summed"
+            yield name or "the model itself", f"{kind} has parameters but no role; {why}: list it in layout.norms, or in the role it has"
 
 
 def _within(name: str, owner: str) -> bool:

@@ -223,7 +223,8 @@ def main() -> None:
                 ratio, target = sizes["ours"] / sizes["torch"], TARGETS.get((kind, tp, mode))
                 verdict = "" if target is None else f"<= {target}: {'met' if ratio <= target else 'MISSED'}"
                 wanted = formula(kind, mode, tp, torch.float64)
-                print(f"{kind:8}{tp:>3} {mode or 'none':10}{sizes['ours']:>9}{wanted:>9}{sizes['torch']:>9}{ratio:>7.3f}  {verdict}", flush=True)
+                row = f"{kind:8}{tp:>3} {mode or 'none':10}{sizes['ours']:>9}{wanted:>9}{sizes['torch']:>9}{ratio:>7.3f}  {verdict}"
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_megascale.layout import ModelLayout
+from lightning_megascale.models.layers import FeedForward
 from lightning_megascale.ops import tensor_parallel as ops
 from lightning_megascale.parallel.tensor import apply_tensor_parallel
 from tests.harness import RankFailure, full, run_ranks, worst
@@ -50,6 +51,7 @@ CASES = {
     "tp2, full": (2, case(GELU, recompute="full")),
     "tp2+sp, selective, dropout": (2, case(DROPOUT, sequence_parallel=True, recompute="selective")),
     "tp2+sp, full, dropout": (2, case(DROPOUT, sequence_parallel=True, recompute="full")),
+    "tp2+sp, classes": (2, case(SWIGLU, sequence_parallel=True, recompute=frozenset({FeedForward}))),
     "dp2 x tp2": (4, case(GELU, data=2)),
     "dp2 x tp2+sp": (4, case(SWIGLU, data=2, sequence_parallel=True)),
     "dp2 x tp2+sp, selective": (4, case(GELU, data=2, sequence_parallel=True, recompute="selective")),
@@ -114,10 +116,12 @@ def _parameters_of_one_rank() -> list[tuple[str, bool, Any, tuple[int, ...], flo
     model, whole = build(case(GELU)), dict(build(case(GELU)).named_parameters())
     model.head.weight.requires_grad_(False)
     apply_tensor_parallel(model, mesh, model.megascale_layout, sequence_parallel=True, recompute=None)
-    return [
-        (name, p.requires_grad, p.placements if isinstance(p, DTensor) else None, tuple(p.shape), (full(p) - whole[name]).abs().max().item())
-        for name, p in model.named_parameters()
-    ]
+
+    def facts(name: str, p: nn.Parameter) -> tuple[str, bool, Any, tuple[int, ...], float]:
+        error = (full(p) - whole[name]).abs().max().item()
+        return name, p.requires_grad, p.placements if isinstance(p, DTensor) else None, tuple(p.shape), error
+
+    return [facts(name, p) for name, p in model.named_parameters()]
 
 
 def test_parameters_are_dtensors_of_logical_shape_with_the_values_they_had() -> None:
@@ -341,7 +345,7 @@ def test_residual_inside_a_module_is_refused() -> None:
 def test_heads_of_the_wrong_size_are_refused() -> None:
     model, layout = _sequential(HalfHeads(), ["qkv.0", "qkv.1", "qkv.2"], "out", "attention")
     message = run_ranks(_error, 2, model, layout, False, 8, timeout=20)[0]
-    assert "4 heads of size 4 instead of head_dim=8" in message
+    assert "queries of shape (2, 4, 8, 4) (batch, heads, length, head_dim) instead of head_dim=8" in message
 
 
 def _call_without_hidden_state() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -35,6 +36,20 @@ def test_tied_and_untied_modules_load_each_other(tmp_path: Path) -> None:
     checkpoints.save(tmp_path / "differ.ckpt", {}, untied)
     with pytest.raises(ValueError, match=r"embed\.weight and head\.weight are one tensor in the module, but differ in the checkpoint"):
         checkpoints.load(tmp_path / "differ.ckpt", Net())
+
+
+def _save_own_buffers(folder: str) -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(64, dtype=torch.float64) for _ in range(4)))
+    for buffer in model.buffers():
+        buffer.fill_(dist.get_rank() + 1)
+    checkpoints.save(folder, {}, model)
+
+
+def test_buffers_that_differ_between_ranks_are_all_rank_0s(tmp_path: Path) -> None:
+    run_ranks(_save_own_buffers, 2, str(tmp_path / "x.ckpt"))
+    model = nn.Sequential(*(nn.BatchNorm1d(64, dtype=torch.float64) for _ in range(4)))
+    checkpoints.load(tmp_path / "x.ckpt", model)
+    assert {float(buffer.double().mean()) for buffer in model.buffers()} == {1.0}
 
 
 def test_parameters_without_saved_state_start_fresh_and_unfrozen_ones_join(tmp_path: Path) -> None:
