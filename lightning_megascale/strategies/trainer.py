@@ -415,7 +415,7 @@ class MegascaleStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         path = self.broadcast(str(checkpoint_path))
-        found = checkpoints.read_metadata(path) if os.path.isdir(path) else {}
+        found = checkpoints.read_metadata(path, weights_only) if os.path.isdir(path) else {}
         guards.refuse_batch_change(found.get("megascale", {}).get("plan", {}), self.plan)
         return checkpoints.load(
             path,

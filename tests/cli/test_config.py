@@ -174,7 +174,13 @@ def test_without_torch(tmp_path):
             "assert 'torch' not in sys.modules, 'torch was imported'"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code, *arguments],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout
@@ -191,7 +197,10 @@ def test_verbs(capsys, monkeypatch):
     __main__.main()
     listed = capsys.readouterr().out
     assert all(f"\n  {verb} " in listed for verb in VERBS)
-    for given, message in (("trian", "'trian' is no verb; did you mean 'train'?"), ("recipe=x", "a verb comes first: megascale train recipe=x")):
+    for given, message in (
+        ("trian", "'trian' is no verb; did you mean 'train'?"),
+        ("recipe=x", "a verb comes first: megascale train recipe=x"),
+    ):
         monkeypatch.setattr(sys, "argv", ["megascale", given])
         with pytest.raises(SystemExit) as stop:
             __main__.main()
