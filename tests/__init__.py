@@ -1,0 +1,1 @@
+"""Tests: they mirror the package; harness.py starts ranks on one machine."""

@@ -103,7 +103,9 @@ def scalar_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch
 def make_optimizer(parameters: Any, dtype: torch.dtype) -> torch.optim.Optimizer:
     """AdamW proves float64; in float32 Adam makes a full step of a zero gradient's noise, so SGD with momentum there."""
     if dtype == torch.float64:
-        return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+        return torch.optim.AdamW(
+            parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1
+        )  # 1e-8 makes steps of the noise of a zero gradient
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -22,7 +24,7 @@ class TextSample(Callback):
         self.prompt, self.tokens, self.temperature = prompt, tokens, temperature
         self.text: str | None = None
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is None or not hasattr(pl_module, "generate"):
             raise ValueError("TextSample needs a data module with a tokenizer and a module with generate(); ~callbacks.sample removes it")

@@ -59,11 +59,12 @@ def _stop_if_user_error(error: Exception) -> None:
 
 def flags_first(arguments: list[str]) -> list[str]:
     """The same arguments with the overrides behind the flags: argparse wants all overrides in one place."""
-    overrides = []
-    flags = []
+    overrides: list[str] = []
+    flags: list[str] = []
     for argument in arguments:
-        is_value = bool(flags) and flags[-1] in ("--config-dir", "-cd")
-        (overrides if not is_value and not argument.startswith("-") and ("=" in argument or argument.startswith("~")) else flags).append(argument)
+        is_folder = bool(flags) and flags[-1] in ("--config-dir", "-cd")
+        is_override = not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+        (overrides if is_override and not is_folder else flags).append(argument)
     return flags + overrides
 
 

@@ -29,6 +29,12 @@ class Weights:
         self.used = used
         self.other = used if other is None else other
 
+    def products(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """(n, n^2, n m, m^2, n loss) in float64: n used, m other. What counts nothing adds nothing, whatever its loss."""
+        n, m = self.used.double(), self.other.double()
+        total = torch.zeros_like(n) if loss is None else torch.where(n > 0, loss.detach().double() * n, torch.zeros_like(n))
+        return torch.stack([n, n * n, n * m, m * m, total])
+
 
 def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: torch.device) -> Weights | None:
     """What a scalar mean over this batch counts; None when nothing tells.
@@ -75,10 +81,16 @@ class LossScale:
 
     def add(self, loss: torch.Tensor, weights: Weights) -> None:
         """Counts one microbatch. Args: its mean loss (0-dim) and its weights. No host synchronization."""
-        n, m = weights.used.double(), weights.other.double()
-        total = torch.where(n > 0, loss.detach().double() * n, torch.zeros_like(n))
-        row = torch.stack([n, n * n, n * m, m * m, total])
+        row = weights.products(loss)
         self._counts = row if self._counts is None else self._counts + row
+
+    def share(self, weights: Weights, group: dist.ProcessGroup) -> torch.Tensor:
+        """This rank's share of one loss's tokens over the group, a 0-dim tensor: for losses that are not scaled later."""
+        self.raise_if_ambiguous()
+        counts = weights.products(None)
+        dist.all_reduce(counts, group=group)
+        self._pending_check = counts
+        return weights.used / counts[0].clamp(min=1.0)
 
     def finish(self, gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
         """Divides the summed gradients by the number of tokens of the whole step.

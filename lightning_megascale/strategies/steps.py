@@ -1,13 +1,96 @@
-"""What a LightningModule's training_step returned, read as (loss, what it counts)."""
+"""A training step's numbers: what its loss counts, and what stands between the last backward and every reader of gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
 
-from lightning_megascale.parallel.loss_scale import Weights
+from lightning_megascale.mesh import MeshViews
+from lightning_megascale.parallel.data import Remaining, reduce_remaining, remaining
+from lightning_megascale.parallel.loss_scale import LossScale, Weights, weigh, weighted
+from lightning_megascale.plan import ParallelPlan
+from lightning_megascale.strategies import guards
+
+
+class StepNumbers:
+    """Bookkeeping of one fit, from a step's forward to its finished gradients. Automatic optimization sums and scales once per
+    optimizer step; manual optimization makes each backward its share of the global mean.
+
+    Args:
+        plan, views, device: of the run.
+    """
+
+    def __init__(self, plan: ParallelPlan, views: MeshViews, device: torch.device) -> None:
+        self.scale = LossScale()
+        self._plan, self._views, self._device = plan, views, device
+        self._weights: Weights | None = None
+        self._batch: Any = None
+        self._checked = False
+        self._remaining: dict[int, tuple[int, Remaining, list[torch.nn.Parameter]]] = {}
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._views.loss.get_group() if self._views.loss.size() > 1 else None
+
+    def before_forward(self, batch: Any) -> None:
+        """Notes the batch: manual optimization runs its backwards inside the step."""
+        self._batch, self._weights = batch, None
+
+    def after_forward(self, module: pl.LightningModule, output: Any) -> Any:
+        """Notes what the step's loss counts; returns what Lightning gets to see."""
+        output, loss, weights = read_output(output)
+        if loss is not None and loss.requires_grad:
+            self._weights = weights or self._weigh(module, self._batch)
+            if module.automatic_optimization and self._weights is not None:
+                self.scale.add(loss, self._weights)
+        return output
+
+    def before_backward(self, module: pl.LightningModule, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as a sum over what it counts (automatic), or as its share of the global mean (manual)."""
+        if module.automatic_optimization:
+            loss = loss * module.trainer.accumulate_grad_batches  # Lightning divided by it
+            return loss if self._weights is None else weighted(loss, self._weights.used)
+        weights = self._weigh(module, self._batch)
+        return loss if weights is None or self._group is None else weighted(loss, self.scale.share(weights, self._group))
+
+    def finish(self, module: pl.LightningModule, optimizer: Optimizer, partial: set[int]) -> None:
+        """After a step's last backward: no parameter forgotten, the sums that are still open, the one scale.
+
+        Args:
+            module, optimizer: whose gradients are finished.
+            partial: ids of parameters whose gradients are parts of a sum over the tensor-parallel axis.
+        """
+        over, parameters = self._remaining_of(optimizer, partial)
+        if module.automatic_optimization and not self._checked:
+            guards.check_gradients(module, parameters)
+            self._checked = True
+        reduce_remaining(over, parameters, self._views)
+        if module.automatic_optimization:
+            self.scale.finish([parameter.grad for parameter in parameters if parameter.grad is not None], self._group)
+
+    def _remaining_of(self, optimizer: Optimizer, partial: set[int]) -> tuple[Remaining, list[torch.nn.Parameter]]:
+        """The optimizer's parameters and the sums they still need; looked up again when parameters were added."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = self._remaining.get(id(optimizer))
+        if known is None or known[0] != len(parameters):
+            known = (len(parameters), remaining(parameters, partial, self._views), parameters)
+            self._remaining[id(optimizer)] = known
+        return known[1], known[2]
+
+    def _weigh(self, module: pl.LightningModule, batch: Any) -> Weights | None:
+        weights = weigh(batch, self._plan.loss_weight, self._plan.label_alignment, self._device)
+        if weights is None and (self._group is not None or module.trainer.accumulate_grad_batches > 1):
+            raise ValueError(
+                "training_step returns a scalar mean, and this batch tells neither labels nor rows, so its weight against other "
+                "ranks and microbatches is unknown: put a tensor with a row dimension in the batch, or return "
+                "{'loss_sum': ..., 'num_tokens': ...}"
+            )
+        return weights
 
 
 def read_output(output: Any) -> tuple[Any, torch.Tensor | None, Weights | None]:

@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import MeshViews, build_mesh, compatible_mesh
-from lightning_megascale.parallel.data import Remaining, postponed_reduction, reduce_remaining, remaining
+from lightning_megascale.parallel.data import postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
-from lightning_megascale.parallel.loss_scale import LossScale, Weights, weigh, weighted
 from lightning_megascale.parallel.parallelize import (
     Parallelized,
     check_model,
@@ -43,7 +42,7 @@ from lightning_megascale.plan import ParallelPlan, batch_arithmetic
 from lightning_megascale.strategies import checkpoint as checkpoints
 from lightning_megascale.strategies import guards
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
-from lightning_megascale.strategies.steps import read_output
+from lightning_megascale.strategies.steps import StepNumbers
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +91,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._views: MeshViews | None = None
         self._done: Parallelized | None = None
         self._seed = 0
-        self._scale = LossScale()
-        self._weights: Weights | None = None
-        self._batch: Any = None
-        self._remaining: dict[int, tuple[int, Remaining, list[torch.nn.Parameter]]] = {}
-        self._gradients_checked = False
+        self._numbers: StepNumbers | None = None
         self._peers_checked: set[str] = set()
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping (0-dim, equal on all ranks), or None without clipping."""
@@ -122,7 +117,13 @@ class MegascaleStrategy(ModelParallelStrategy):
     @property
     def step_loss(self) -> Tensor | None:
         """Exact mean loss of the last optimizer step over all its tokens, microbatches and ranks (0-dim); None before the first."""
-        return self._scale.step_loss
+        return None if self._numbers is None else self._numbers.scale.step_loss
+
+    @property
+    def numbers(self) -> StepNumbers:
+        """The bookkeeping of weights and reductions of the running fit."""
+        assert self._numbers is not None, "only while fitting"
+        return self._numbers
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._set_metric_groups()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._scale, self._gradients_checked = LossScale(), False  # nothing of an interrupted fit counts
+            self._numbers = StepNumbers(self.plan, self.mesh_views, self.root_device)
             self._derive_accumulation(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -235,14 +236,8 @@ class MegascaleStrategy(ModelParallelStrategy):
         guards.check_rows(batch, self.plan)
         self._check_peers("train", batch)
         seed_microbatch(self._seed, module.trainer.fit_loop.epoch_loop.total_batch_idx, self.data_parallel_rank)
-        self._batch = batch
-        output, loss, weights = read_output(super().training_step(*args, **kwargs))
-        self._weights = None
-        if loss is not None and loss.requires_grad:
-            self._weights = weights or self._weigh(batch)
-            if module.automatic_optimization and self._weights is not None:
-                self._scale.add(loss, self._weights)
-        return output
+        self.numbers.before_forward(batch)
+        return self.numbers.after_forward(module, super().training_step(*args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_peers("validate", args[0] if args else next(iter(kwargs.values())))
@@ -254,45 +249,21 @@ class MegascaleStrategy(ModelParallelStrategy):
             self._peers_checked.add(loop)
             guards.check_same_batch(batch, self.mesh_views.tensor_group, self.root_device)
 
-    def _weigh(self, batch: Any) -> Weights | None:
-        assert self.lightning_module is not None
-        weights = weigh(batch, self.plan.loss_weight, self.plan.label_alignment, self.root_device)
-        if weights is None and (self.data_parallel_size > 1 or self.lightning_module.trainer.accumulate_grad_batches > 1):
-            raise ValueError(
-                "training_step returns a scalar mean, and this batch tells neither labels nor rows, so its weight against other "
-                "ranks and microbatches is unknown: put a tensor with a row dimension in the batch, or return "
-                "{'loss_sum': ..., 'num_tokens': ...}"
-            )
-        return weights
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(self._weighted(closure_loss), module, optimizer, *args, **kwargs)
+        self.precision_plugin.backward(self.numbers.before_backward(module, closure_loss), module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _weighted(self, loss: Tensor) -> Tensor:
-        """The loss as a sum over what it counts (automatic), or already as its share of the global mean (manual)."""
-        module = self.lightning_module
-        assert module is not None
-        if module.automatic_optimization:
-            loss = loss * module.trainer.accumulate_grad_batches  # Lightning divided by it
-            return loss if self._weights is None else weighted(loss, self._weights.used)
-        weights = self._weights or self._weigh(self._batch)
-        if weights is None or self.mesh_views.loss.size() == 1:
-            return loss
-        total = weights.used.clone()
-        torch.distributed.all_reduce(total, group=self.mesh_views.loss.get_group())
-        return weighted(loss, weights.used / total)
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         def closure_and_reductions() -> Any:
             result = closure()
-            self._finish_gradients(optimizer)
+            assert self.lightning_module is not None and self._done is not None
+            self.numbers.finish(self.lightning_module, optimizer, self._done.partial)
             return result
 
         result = super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
@@ -313,29 +284,6 @@ class MegascaleStrategy(ModelParallelStrategy):
 
     def on_predict_end(self) -> None:
         self._drop_whole_copies()
-
-    def _finish_gradients(self, optimizer: Optimizer) -> None:
-        """What stands between the last backward of a step and every reader of gradients: open sums, then the one scale."""
-        module = self.lightning_module
-        assert module is not None
-        over, parameters = self._remaining_of(optimizer)
-        if module.automatic_optimization and not self._gradients_checked:
-            guards.check_gradients(module, parameters)
-            self._gradients_checked = True
-        reduce_remaining(over, parameters, self.mesh_views)
-        if module.automatic_optimization:
-            group = self.mesh_views.loss.get_group() if self.mesh_views.loss.size() > 1 else None
-            self._scale.finish([parameter.grad for parameter in parameters if parameter.grad is not None], group)
-
-    def _remaining_of(self, optimizer: Optimizer) -> tuple[Remaining, list[torch.nn.Parameter]]:
-        """The optimizer's parameters and the sums they still need; looked up again when parameters were added."""
-        assert self._done is not None
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known = self._remaining.get(id(optimizer))
-        if known is None or known[0] != len(parameters):
-            known = (len(parameters), remaining(parameters, self._done.partial, self.mesh_views), parameters)
-            self._remaining[id(optimizer)] = known
-        return known[1], known[2]
 
     def _note_norm(self, norm: Tensor) -> None:
         self.grad_norm = norm
@@ -383,7 +331,6 @@ class MegascaleStrategy(ModelParallelStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        self._remaining.clear()
         guards.check_optimizers(self.optimizers)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -436,5 +383,6 @@ class MegascaleStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         module = self.lightning_module
         if module is not None and module.trainer.state.status == TrainerStatus.RUNNING:  # not while another error is on its way
-            self._scale.raise_if_ambiguous()
+            if self._numbers is not None:
+                self._numbers.scale.raise_if_ambiguous()
         super().teardown()

@@ -1,0 +1,1 @@
+"""Measurements, which no test tier collects."""

@@ -1,4 +1,4 @@
-"""``megascale train``: resume rules, and real runs on two ranks: finished, interrupted, resumed, refused, failing, in a sweep, in torchrun."""
+"""``megascale train``: resume rules, and real runs on two ranks (finished, interrupted, refused, failing, in a sweep, in torchrun)."""
 
 import json
 import os

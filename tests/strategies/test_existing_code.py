@@ -208,8 +208,6 @@ def declared(kind: type[Base], plan: str) -> dict[str, Any]:
     """The one thing a scalar mean over unequal labels cannot tell: where a position's target stands."""
     arguments = dict(PLANS[plan])
     arguments["label_alignment"] = "huggingface" if kind is CallsModelWithBatch else "aligned"
-    if kind is Manual:
-        arguments["loss_weight"] = "labels"
     return arguments
 
 
@@ -234,6 +232,19 @@ def test_manual_optimization_equals_one_device(plan: str) -> None:
     reference, results = train(EvenManual, None), run_ranks(train, 2, EvenManual, {**PLANS[plan], "loss_weight": "samples"})
     off, name = worst(reference["state"], results[0]["state"])
     assert off < 1e-10, f"{name} is off by {off:.2e}"
+
+
+def test_manual_optimization_refuses_labels_whose_place_is_not_declared() -> None:
+    messages = run_ranks(manual_refusal, 2)
+    assert messages[0] == messages[1] and "label_alignment=None" in messages[0]
+
+
+def manual_refusal() -> str:
+    try:
+        train(Manual, dict(loss_weight="labels"))
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 class EvenManual(Manual):

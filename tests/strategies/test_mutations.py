@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_megascale.parallel import loss_scale, rng
+from lightning_megascale.strategies import steps
 from lightning_megascale.strategies import trainer as strategy_module
 from lightning_megascale.strategies.trainer import MegascaleStrategy
 from tests import parity
@@ -31,7 +32,7 @@ def test_with_a_mean_of_means_in_place_of_the_token_mean(monkeypatch: pytest.Mon
     def rows_only(batch: Any, *_: Any) -> loss_scale.Weights:
         return loss_scale.Weights(torch.tensor(float(len(batch["input_ids"])), dtype=torch.float64))
 
-    monkeypatch.setattr(strategy_module, "weigh", rows_only)
+    monkeypatch.setattr(steps, "weigh", rows_only)
     must_fail(axes="fsdp2", labels="90% of one rank masked")
 
 
@@ -43,8 +44,8 @@ def test_with_torchs_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_sum_of_the_q_and_k_norms_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    complete = strategy_module.remaining
-    monkeypatch.setattr(strategy_module, "remaining", lambda parameters, partial, views: complete(parameters, set(), views))
+    complete = steps.remaining
+    monkeypatch.setattr(steps, "remaining", lambda parameters, partial, views: complete(parameters, set(), views))
     must_fail(axes="tp")
 
 
