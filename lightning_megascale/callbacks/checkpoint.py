@@ -22,7 +22,8 @@ class RunCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint, for runs that are interrupted and resumed.
 
     A signal that any rank receives is noticed by all at the end of the same optimizer step: they write a checkpoint together and
-    raise ``RunInterrupted``. Lightning's own handlers act inside the signal handler, in the middle of whatever a rank does.
+    raise ``RunInterrupted`` before anything else runs. Lightning's own handlers act inside the signal handler, in the middle of
+    whatever a rank does.
 
     Args:
         agree_every_n_steps: how often, in optimizer steps, the ranks ask each other whether one was signalled.
@@ -36,6 +37,7 @@ class RunCheckpoint(ModelCheckpoint):
         self._agree_every_n_steps = agree_every_n_steps
         self._signum = 0
         self._agreed_step = -1
+        self._interrupted: RunInterrupted | None = None
         self._handlers: dict[int, Any] = {}
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -43,7 +45,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._agreed_step = trainer.global_step
+        self._agreed_step, self._signum, self._interrupted = trainer.global_step, 0, None
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._note)
 
@@ -55,7 +57,18 @@ class RunCheckpoint(ModelCheckpoint):
         self._agreed_step = step
         if trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False):
             self._save(trainer)
-            raise RunInterrupted(self._signum or signal.SIGTERM, step)
+            self._interrupted = RunInterrupted(self._signum or signal.SIGTERM, step)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._stop()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        """Raises only now, when the loggers have the metrics of the last step; a run that ends with that step ends as ever."""
+        if self._interrupted is not None:
+            raise self._interrupted
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer)

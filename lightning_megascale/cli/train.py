@@ -97,6 +97,9 @@ def _run(cfg: DictConfig) -> None:
     if in_sweep and launch.inside_launcher():
         raise UserError("a sweep starts the ranks of its runs one after the other: run megascale train itself, not inside a launcher")
     cfg.run.dir = os.path.relpath(HydraConfig.get().runtime.output_dir) if in_sweep else cfg.run.dir
+    for group in ("optim", "callbacks", "logger"):
+        if HydraConfig.get().runtime.choices[group] == "none":  # whatever keys a recipe sets in it
+            cfg[group] = None
     ranks = launch.world_size() if launch.inside_launcher() else number_of_ranks(cfg.launch.ranks)
     ready = finish(cfg, ranks)
     start = resume.decide(ready.options)

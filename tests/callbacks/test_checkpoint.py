@@ -80,6 +80,11 @@ def test_a_signal_stops_after_the_step_that_it_met(tmp_path, number):
     assert signal.getsignal(number) == before
 
 
+def test_a_signal_in_the_last_step_is_an_end_as_ever(tmp_path):
+    fit(tmp_path, Signal(9, signal.SIGINT))
+    assert names(tmp_path) == ["last.ckpt", "step=10.ckpt", "step=8.ckpt"]
+
+
 def test_a_signal_waits_for_the_end_of_an_accumulation(tmp_path):
     with pytest.raises(RunInterrupted) as error:
         fit(tmp_path, Signal(4, signal.SIGINT), accumulate_grad_batches=2)
