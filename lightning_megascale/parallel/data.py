@@ -50,6 +50,13 @@ def apply_data_parallel(
     for root in roots:
         if not isinstance(root, FSDPModule):
             fully_shard(root, mesh=views.data, reshard_after_forward=root_reshard, mp_policy=root_policy, **policy)
+            root.register_forward_hook(_drop_whole_copy)
+
+
+def _drop_whole_copy(root: nn.Module, *_: Any) -> None:
+    """No backward follows a forward without gradients, so nothing else would free the gathered parameters, which then grow stale."""
+    if not torch.is_grad_enabled():
+        root.reshard()  # type: ignore[operator]
 
 
 def sum_gradients(units: Iterable[FSDPModule]) -> None:
@@ -84,6 +91,26 @@ def postponed_reduction(units: list[FSDPModule], last_only: bool) -> Iterator[No
         for unit in units:
             unit.set_requires_gradient_sync(True, recurse=False)
             unit.set_requires_all_reduce(True, recurse=False)
+
+
+class GatherRows(torch.autograd.Function):
+    """(rank 0's tensor, rank 1's, ...) stacked; backward adds up what every rank's loss says of this rank's tensor.
+
+    Losses are weighted so that their sum over ranks is the loss, hence the sum of gradients is the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor.contiguous(), group=group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
 @dataclass(frozen=True)

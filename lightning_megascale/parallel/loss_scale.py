@@ -8,6 +8,7 @@ d/dw [ sum_i n_i * mean_i ] / sum_i n_i is the gradient of the mean over all tok
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -29,11 +30,34 @@ class Weights:
         self.used = used
         self.other = used if other is None else other
 
+    def rounded_to(self, loss: torch.Tensor) -> Weights:
+        """The weights as a half-precision loss can carry them backward: N must count exactly what multiplied the gradient."""
+        if loss.dtype.itemsize >= 4:
+            return self
+        return Weights(self.used.to(loss.dtype).double(), self.other.to(loss.dtype).double())
+
     def products(self, loss: torch.Tensor | None) -> torch.Tensor:
         """(n, n^2, n m, m^2, n loss) in float64: n used, m other. What counts nothing adds nothing, whatever its loss."""
         n, m = self.used.double(), self.other.double()
         total = torch.zeros_like(n) if loss is None else torch.where(n > 0, loss.detach().double() * n, torch.zeros_like(n))
         return torch.stack([n, n * n, n * m, m * m, total])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two numbers that must be equal on all ranks in every step; compared one step later, so no step waits for the device.
+
+    Args:
+        used: which parameters have a gradient, as a small whole number (below 2^20).
+        learning_rates: sum of the learning rates of the optimizer's groups.
+    """
+
+    used: int = 0
+    learning_rates: float = 0.0
+
+    def powers(self) -> list[float]:
+        """(1, u, u^2, r, r^2): by Cauchy-Schwarz a number is equal everywhere when ranks x sum of squares = square of the sum."""
+        return [1.0, float(self.used), float(self.used) ** 2, self.learning_rates, self.learning_rates**2]
 
 
 def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: torch.device) -> Weights | None:
@@ -49,6 +73,7 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
     Raises:
         ValueError: for ``loss_weight="labels"`` without integer labels.
     """
+    batch = vars(batch) if is_dataclass(batch) else batch
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
         labels = None
@@ -67,6 +92,7 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
 
 def weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``loss * weight``, and exactly 0 with zero gradients where nothing counts (a mean over nothing is NaN)."""
+    loss = loss if loss.dtype.itemsize >= 4 else loss.float()
     counts = weight.to(loss.dtype)
     return torch.where(counts > 0, loss * counts, torch.zeros_like(loss))
 
@@ -79,6 +105,10 @@ class LossScale:
         self._pending_check: torch.Tensor | None = None
         self.step_loss: torch.Tensor | None = None
 
+    def restart(self) -> None:
+        """Forgets the microbatches counted so far: their gradients were zeroed."""
+        self._counts = None
+
     def add(self, loss: torch.Tensor, weights: Weights) -> None:
         """Counts one microbatch. Args: its mean loss (0-dim) and its weights. No host synchronization."""
         row = weights.products(loss)
@@ -86,26 +116,28 @@ class LossScale:
 
     def share(self, weights: Weights, group: dist.ProcessGroup) -> torch.Tensor:
         """This rank's share of one loss's tokens over the group, a 0-dim tensor: for losses that are not scaled later."""
-        self.raise_if_ambiguous()
-        counts = weights.products(None)
+        self.raise_if_wrong()
+        counts = torch.cat([weights.products(None), weights.used.new_tensor(Agreement().powers(), dtype=torch.float64)])
         dist.all_reduce(counts, group=group)
         self._pending_check = counts
         return weights.used / counts[0].clamp(min=1.0)
 
-    def finish(self, gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    def finish(self, gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, agreement: Agreement = Agreement()) -> None:
         """Divides the summed gradients by the number of tokens of the whole step.
 
         Args:
             gradients: all gradients of the step, already added up over ranks.
             group: the loss view; None for a single rank.
+            agreement: what all ranks of the group must have in common in this step.
 
         Raises:
-            ValueError: when an earlier step would have been weighted differently under the other label alignment.
+            ValueError: when the step before was ambiguous, or its ranks did not agree.
         """
-        self.raise_if_ambiguous()
+        self.raise_if_wrong()
         counts, self._counts = self._counts, None
         if counts is None:
             return
+        counts = torch.cat([counts, counts.new_tensor(agreement.powers())])
         if group is not None:
             dist.all_reduce(counts, group=group)
         tokens = counts[0]
@@ -114,12 +146,12 @@ class LossScale:
         scale_gradients(gradients, scale)
         self._pending_check = counts
 
-    def raise_if_ambiguous(self) -> None:
-        """Looks at the last step's counts, now that they are surely there (so no step waits for the device)."""
+    def raise_if_wrong(self) -> None:
+        """Looks at the last step's sums, now that they are surely there. Equal on all ranks of the group, so all raise."""
         counts, self._pending_check = self._pending_check, None
         if counts is None:
             return
-        _, nn, nm, mm, _ = counts.tolist()
+        _, nn, nm, mm, _, ranks, used, used_squared, rates, rates_squared = counts.tolist()
         # n and m weigh alike exactly when they are proportional over all microbatches (Cauchy-Schwarz).
         if nn * mm - nm * nm > 1e-12 * max(nn * mm, 1.0):
             raise ValueError(
@@ -127,6 +159,17 @@ class LossScale:
                 "first label of each row counts changes their weights. Declare label_alignment='aligned' (position i's target "
                 "stands at i: all labels count) or 'shift' or 'huggingface' (it stands at i + 1: the first does not count), or "
                 "return {'loss_sum': ..., 'num_tokens': ...} from training_step"
+            )
+        if ranks * used_squared != used * used:
+            raise ValueError(
+                "ranks gave gradients to different parameters in the last step (a head, block or expert that only some rows use, or a "
+                "layer dropped at random): collectives then pair the wrong parameters. Every rank must use every trainable "
+                "parameter in every step: multiply an unused output by 0 and add it to the loss, or freeze the parameters"
+            )
+        if ranks * rates_squared - rates * rates > 1e-12 * max(rates * rates, 1e-300):
+            raise ValueError(
+                "ranks have different learning rates, so one sharded model is stepped unequally: a schedule follows a value that "
+                "differs between ranks. Log what it monitors with sync_dist=True"
             )
 
 
@@ -142,5 +185,6 @@ def rows_of(batch: Any) -> int | None:
     """Rows of the first tensor with a dim 0 in a nest of mappings and sequences."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
+    batch = vars(batch) if is_dataclass(batch) else batch
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     return next((rows for rows in map(rows_of, values) if rows is not None), None)

@@ -95,15 +95,47 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
             f"{option}={getattr(plan, option)!r} works on repeated blocks, and {type(model).__name__} has none that can be found: "
             "name them with layout=ModelLayout(blocks='...')"
         )
-    if int(plan.data_parallel_size) > 1:
-        wrong += [
-            f"module {name!r} is a {type(child).__name__}: it takes its statistics from this rank's rows only, so the numbers would "
-            "depend on "
-            "the number of ranks. Use group, layer or RMS norm, or freeze it (requires_grad_(False) and eval())"
-            for name, child in module.named_modules()
-            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
-        ]
+    wrong += _rank_dependent_modules(module) if int(plan.data_parallel_size) > 1 else []
+    wrong += _unshardable_parameters(module, model)
+    if plan.activation_checkpointing == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
+        wrong.append(
+            "activation_checkpointing='selective' and the model's config.use_cache=True: the cache keeps what is recomputed; set "
+            "model.config.use_cache = False for training"
+        )
     return wrong or _shared_between_units(module, model, layout)
+
+
+def _rank_dependent_modules(module: nn.Module) -> list[str]:
+    """A message for every module whose result depends on which rows a rank holds, or whose state ranks would not share."""
+    wrong = []
+    for name, child in module.named_modules():
+        if isinstance(child, nn.modules.batchnorm._NormBase) and child.training and (child.track_running_stats or _is_batch_norm(child)):
+            wrong.append(
+                f"module {name!r} is a {type(child).__name__}: it takes its statistics from this rank's rows only, so the numbers would "
+                "depend on the number of ranks. Use group, layer or RMS norm, or freeze it (requires_grad_(False) and eval())"
+            )
+        if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.scale_grad_by_freq):
+            option = "max_norm" if child.max_norm is not None else "scale_grad_by_freq"
+            wrong.append(f"module {name!r} is an Embedding with {option}, which looks at this rank's rows only: leave it out")
+    return wrong
+
+
+def _is_batch_norm(child: nn.Module) -> bool:
+    return isinstance(child, nn.modules.batchnorm._BatchNorm)
+
+
+def _unshardable_parameters(module: nn.Module, model: nn.Module) -> list[str]:
+    """A message for every parameter that FSDP2 cannot shard, and for every one whose hooks sharding would drop."""
+    inside = {id(parameter) for root in roots_of(module, model) for parameter in root.parameters()}
+    scalars = [name for name, p in module.named_parameters() if p.ndim == 0 and id(p) in inside]
+    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    wrong = [f"{', '.join(scalars)}: a parameter without a dimension cannot be sharded; give it the shape (1,)"] if scalars else []
+    if hooked:
+        wrong.append(
+            f"{', '.join(hooked)}: a hook on a parameter never runs once the parameter is sharded; change gradients in "
+            "on_before_optimizer_step, where they are final"
+        )
+    return wrong
 
 
 def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayout | None) -> list[str]:

@@ -32,7 +32,7 @@ from lightning_megascale.parallel.tensor_styles import (
     VocabularyEmbedding,
 )
 
-__all__ = ["apply_tensor_parallel", "check_tensor_parallel"]
+__all__ = ["apply_tensor_parallel", "check_tensor_parallel", "split_modules"]
 
 Recompute = str | Collection[type] | None
 
@@ -67,7 +67,28 @@ def apply_tensor_parallel(
     wrong = check_tensor_parallel(model, layout, mesh_tp.size(), sequence_parallel)
     if wrong:
         raise ValueError("tensor parallelism cannot be applied:\n" + "\n".join(f"- {line}" for line in wrong))
-    roles = Roles.of(model, layout)
+    return split_modules(
+        model,
+        mesh_tp,
+        Roles.of(model, layout),
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        loss_parallel=loss_parallel,
+        compiled=compiled,
+    )
+
+
+def split_modules(
+    model: nn.Module,
+    mesh_tp: DeviceMesh,
+    roles: Roles,
+    *,
+    sequence_parallel: bool,
+    recompute: Recompute = None,
+    loss_parallel: bool = False,
+    compiled: bool = False,
+) -> list[str]:
+    """``apply_tensor_parallel`` of a model whose rules were checked, or of a part of one."""
     axis = tensor_axis(mesh_tp.get_group())
     _split_parameters(model, mesh_tp, roles)
     for owner, names in roles.columns_by_owner().items():

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_megascale.parallel.loss_scale import rows_of
+from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, rows_of
 from lightning_megascale.parallel.rng import derive_seed
 from lightning_megascale.plan import ParallelPlan
 
@@ -57,6 +60,9 @@ def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
     """Trainer options that contradict the plan."""
     wrong = []
     strategy = module.trainer.strategy
+    for callback in cast(Any, module.trainer).callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            wrong.append(f"callback {type(callback).__name__} averages whole copies of the module, which sharded parameters do not allow")
     if getattr(strategy, "_layer_sync", None) is not None:
         wrong.append("sync_batchnorm=True: batch norm over sharded ranks is proven by no test; use group, layer or RMS norm")
     if strategy.root_device.type not in ("cpu", "cuda"):
@@ -67,6 +73,21 @@ def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
             "automatic optimization"
         )
     raise_all(wrong, type(module).__name__)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Says what torch's "mixed torch.Tensor and DTensor" means to somebody who knows of no DTensor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            "training_step touched a sharded parameter outside of its module's forward: part of the model was called apart (such as "
+            "self.model.head(x) in place of self.model(x)), or a parameter was used as a tensor (such as an L2 term on self.parameters()). "
+            "Move that into the forward of the parallelized module, or make the part a child of the LightningModule of its own"
+        ) from error
 
 
 def check_rows(batch: Any, plan: ParallelPlan) -> None:
@@ -142,28 +163,82 @@ def refuse_options_of_parallel_module(plan: ParallelPlan) -> None:
         )
 
 
-def check_gradients(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """After the first backward no trainable parameter may be without a gradient."""
+def check_gradients(module: pl.LightningModule, parameters: Iterable[nn.Parameter]) -> None:
+    """After the first backward no trainable parameter may be without a gradient, on any rank."""
     stepped = {id(parameter) for parameter in parameters}
-    missing = [
-        name
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and parameter.grad is None and id(parameter) in stepped
-    ]
-    if missing:
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in stepped]
+    missing = [name for name, parameter in trainable if parameter.grad is None]
+    if module.trainer.strategy.reduce_boolean_decision(bool(missing), all=False):
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "") if missing else "(on another rank)"
         raise ValueError(
-            f"after the first backward these trainable parameters have no gradient: {shown}. They would never train, and no error "
-            "would tell. "
-            "If the loss does not use them, freeze them with requires_grad_(False)"
+            f"after the first backward these trainable parameters have no gradient: {shown}. If the loss never uses them they would never "
+            "train, and no error would tell: freeze them with requires_grad_(False). If only this rank's rows did not use them, add their "
+            "output times 0 to the loss, so that every rank uses every parameter in every step"
+        )
+    hooked = [name for name, parameter in trainable if parameter._backward_hooks]
+    if hooked:
+        raise ValueError(f"{', '.join(hooked[:8])}: {HOOKS}")
+
+
+HOOKS = (
+    "a hook registered on a parameter never runs, for sharded parameters get their gradients by a reduction and not by autograd. Change "
+    "gradients in on_before_optimizer_step, where they are final"
+)
+
+
+def check_zeroed(module: pl.LightningModule) -> None:
+    """At the start of a window no gradient may be left: it was scaled already, and would be scaled again."""
+    left = [p for p in module.parameters() if p.grad is not None]
+    if not left:
+        return
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in left if p.grad is not None]
+    if module.trainer.strategy.reduce_boolean_decision(any(bool(gradient.count_nonzero()) for gradient in local), all=False):
+        raise ValueError(
+            "gradients of an earlier step are left at the start of this one (an optimizer_zero_grad that does not zero?): they "
+            "were divided "
+            "by their own number of tokens already. To accumulate use Trainer(accumulate_grad_batches=...), or manual optimization"
         )
 
 
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Optimizers that look at whole parameters compute something else on shards."""
+def check_manual_backward(backwards: int) -> None:
+    """``loss.backward()`` by hand is neither weighted nor scaled."""
+    if backwards == 0:
+        raise ValueError(
+            "an optimizer steps and self.manual_backward(loss) was not called in this training_step: loss.backward() by hand gives the sum "
+            "over ranks instead of the mean. Call self.manual_backward(loss)"
+        )
+
+
+def check_hidden_labels(batch: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Labels that are not called so: with masked entries their number, not the rows, would be the weight."""
+    batch = vars(batch) if is_dataclass(batch) else batch
+    if group is None or (isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor)):
+        return
+    whole = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.int64, torch.int32)]
+    found = torch.tensor(int(any(bool((leaf == IGNORE_INDEX).any()) for leaf in whole)), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    if int(found):
+        raise ValueError(
+            "the batch holds a whole-number tensor with -100 in it, which masks labels, but not under the key 'labels', so a scalar mean "
+            "would be weighted by rows. Call it 'labels' in a dict, return {'loss_sum': ..., 'num_tokens': ...}, or say "
+            "loss_weight='samples' "
+            "if it is no label"
+        )
+
+
+def check_optimizers(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Optimizers that look at whole parameters compute something else on shards; and an optimizer steps the module's parameters."""
+    known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         inner = getattr(optimizer, "_optimizer", optimizer)
-        if type(inner).__name__ in ("LBFGS", "Adafactor", "SparseAdam", "Muon", "Shampoo"):
+        foreign = sum(id(parameter) not in known for group in inner.param_groups for parameter in group["params"])
+        if foreign:
+            raise ValueError(
+                f"optimizer {type(inner).__name__} holds {foreign} tensors that are no parameters of {type(module).__name__}, so they "
+                "would "
+                "train nothing: make it in configure_optimizers from self.parameters()"
+            )
+        if type(inner).__name__ in ("LBFGS", "Adafactor", "SparseAdam", "Muon", "Shampoo", "Rprop"):
             raise ValueError(
                 f"optimizer {type(inner).__name__} looks at whole tensors or at all parameters together, which no test proves on shards: "
                 "use an element-wise one such as AdamW, Adam, SGD, RMSprop or Adagrad"

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.parallel.data import Remaining, reduce_remaining, remaining
-from lightning_megascale.parallel.loss_scale import LossScale, Weights, weigh, weighted
+from lightning_megascale.parallel.loss_scale import Agreement, LossScale, Weights, weigh, weighted
+from lightning_megascale.parallel.rng import derive_seed
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import guards
 
@@ -30,7 +31,8 @@ class StepNumbers:
         self._plan, self._views, self._device = plan, views, device
         self._weights: Weights | None = None
         self._batch: Any = None
-        self._checked = False
+        self._checked = self._batch_checked = False
+        self._backwards = 0
         self._remaining: dict[int, tuple[int, Remaining, list[torch.nn.Parameter]]] = {}
 
     @property
@@ -39,7 +41,7 @@ class StepNumbers:
 
     def before_forward(self, batch: Any) -> None:
         """Notes the batch: manual optimization runs its backwards inside the step."""
-        self._batch, self._weights = batch, None
+        self._batch, self._weights, self._backwards = batch, None, 0
 
     def after_forward(self, module: pl.LightningModule, output: Any) -> Any:
         """Notes what the step's loss counts; returns what Lightning gets to see."""
@@ -47,12 +49,18 @@ class StepNumbers:
         if loss is not None and loss.requires_grad:
             self._weights = weights or self._weigh(module, self._batch)
             if module.automatic_optimization and self._weights is not None:
+                if module.trainer.fit_loop.epoch_loop.batch_idx % module.trainer.accumulate_grad_batches == 0:
+                    self.scale.restart()  # Lightning zeroes the gradients now, also those of a window that was never stepped
+                self._weights = self._weights.rounded_to(loss)
                 self.scale.add(loss, self._weights)
         return output
 
     def before_backward(self, module: pl.LightningModule, loss: torch.Tensor) -> torch.Tensor:
         """The loss as a sum over what it counts (automatic), or as its share of the global mean (manual)."""
+        self._backwards += 1
         if module.automatic_optimization:
+            if module.trainer.fit_loop.epoch_loop.batch_idx % module.trainer.accumulate_grad_batches == 0:
+                guards.check_zeroed(module)
             loss = loss * module.trainer.accumulate_grad_batches  # Lightning divided by it
             return loss if self._weights is None else weighted(loss, self._weights.used)
         weights = self._weigh(module, self._batch)
@@ -66,12 +74,17 @@ class StepNumbers:
             partial: ids of parameters whose gradients are parts of a sum over the tensor-parallel axis.
         """
         over, parameters = self._remaining_of(optimizer, partial)
-        if module.automatic_optimization and not self._checked:
+        if not module.automatic_optimization:
+            guards.check_manual_backward(self._backwards)
+            reduce_remaining(over, parameters, self._views)
+            return
+        if not self._checked:
             guards.check_gradients(module, parameters)
             self._checked = True
         reduce_remaining(over, parameters, self._views)
-        if module.automatic_optimization:
-            self.scale.finish([parameter.grad for parameter in parameters if parameter.grad is not None], self._group)
+        used = "".join("01"[parameter.grad is not None] for parameter in parameters)
+        agreement = Agreement(derive_seed(used) % 2**20, sum(float(group["lr"]) for group in optimizer.param_groups if "lr" in group))
+        self.scale.finish([parameter.grad for parameter in parameters if parameter.grad is not None], self._group, agreement)
 
     def _remaining_of(self, optimizer: Optimizer, partial: set[int]) -> tuple[Remaining, list[torch.nn.Parameter]]:
         """The optimizer's parameters and the sums they still need; looked up again when parameters were added."""
@@ -83,6 +96,9 @@ class StepNumbers:
         return known[1], known[2]
 
     def _weigh(self, module: pl.LightningModule, batch: Any) -> Weights | None:
+        if not self._batch_checked and self._plan.loss_weight == "auto":
+            guards.check_hidden_labels(batch, self._group, self._device)
+        self._batch_checked = True
         weights = weigh(batch, self._plan.loss_weight, self._plan.label_alignment, self._device)
         if weights is None and (self._group is not None or module.trainer.accumulate_grad_batches > 1):
             raise ValueError(
@@ -117,11 +133,16 @@ def read_output(output: Any) -> tuple[Any, torch.Tensor | None, Weights | None]:
         return output, _scalar(loss, "loss") if isinstance(loss, torch.Tensor) else None, None
     loss_sum = _scalar(output["loss_sum"], "loss_sum")
     tokens = torch.as_tensor(output["num_tokens"], device=loss_sum.device).detach().double()
+    if tokens.numel() != 1:
+        raise ValueError(f"training_step's num_tokens has shape {tuple(tokens.shape)}: it must be a single number")
+    tokens = tokens.reshape(())
     loss = loss_sum / tokens.clamp(min=1.0).to(loss_sum.dtype)
     return {**output, "loss": loss}, loss, Weights(tokens)
 
 
-def _scalar(loss: torch.Tensor, name: str) -> torch.Tensor:
+def _scalar(loss: Any, name: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(f"training_step's {name} is a {type(loss).__name__}: it must be a tensor, or nothing could be learnt from it")
     if loss.numel() != 1:
         raise ValueError(f"training_step's {name} has shape {tuple(loss.shape)}: it must be a single number (a mean, or a sum of tokens)")
     return loss.reshape(())

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import MeshViews, build_mesh, compatible_mesh
-from lightning_megascale.parallel.data import postponed_reduction
+from lightning_megascale.parallel.data import GatherRows, postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
 from lightning_megascale.parallel.parallelize import (
     Parallelized,
@@ -92,6 +92,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._done: Parallelized | None = None
         self._seed = 0
         self._numbers: StepNumbers | None = None
+        self._finishing: Optimizer | None = None
         self._peers_checked: set[str] = set()
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping (0-dim, equal on all ranks), or None without clipping."""
@@ -160,6 +161,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._numbers = StepNumbers(self.plan, self.mesh_views, self.root_device)
             self._derive_accumulation(trainer)
+            self._drop_whole_copies()  # an optimizer made now must hold the shards
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -237,7 +239,9 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._check_peers("train", batch)
         seed_microbatch(self._seed, module.trainer.fit_loop.epoch_loop.total_batch_idx, self.data_parallel_rank)
         self.numbers.before_forward(batch)
-        return self.numbers.after_forward(module, super().training_step(*args, **kwargs))
+        with guards.explained():
+            output = super().training_step(*args, **kwargs)
+        return self.numbers.after_forward(module, output)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_peers("validate", args[0] if args else next(iter(kwargs.values())))
@@ -255,20 +259,33 @@ class MegascaleStrategy(ModelParallelStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(self.numbers.before_backward(module, closure_loss), module, optimizer, *args, **kwargs)
+        if module.automatic_optimization:
+            self._finish()  # here already, so that on_after_backward sees the gradients that one device would have
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+
         def closure_and_reductions() -> Any:
+            self._finishing = optimizer
             result = closure()
-            assert self.lightning_module is not None and self._done is not None
-            self.numbers.finish(self.lightning_module, optimizer, self._done.partial)
+            if not module.automatic_optimization:
+                self._finish()
             return result
 
         result = super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
         self._drop_whole_copies()
         return result
+
+    def _finish(self) -> None:
+        """Finishes the gradients of the optimizer that is about to step, once."""
+        assert self.lightning_module is not None and self._done is not None
+        optimizer, self._finishing = self._finishing, None
+        if optimizer is not None:
+            self.numbers.finish(self.lightning_module, optimizer, self._done.partial)
 
     def _drop_whole_copies(self) -> None:
         """A forward without backward leaves FSDP2's gathered parameters behind; after a change of the shards they would be stale."""
@@ -276,14 +293,10 @@ class MegascaleStrategy(ModelParallelStrategy):
         for unit in self._done.units:
             unit.reshard()
 
-    def on_validation_end(self) -> None:
-        self._drop_whole_copies()
+    def on_train_start(self) -> None:
+        self._set_metric_groups()
 
-    def on_test_end(self) -> None:
-        self._drop_whole_copies()
-
-    def on_predict_end(self) -> None:
-        self._drop_whole_copies()
+    on_validation_start = on_test_start = on_train_start
 
     def _note_norm(self, norm: Tensor) -> None:
         self.grad_norm = norm
@@ -317,8 +330,10 @@ class MegascaleStrategy(ModelParallelStrategy):
         return bool(value.item())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Over the ranks that see other rows, unless a group is given."""
-        return super().all_gather(tensor, group if group is not None else self.mesh_views.batch.get_group(), sync_grads)
+        """Over the ranks that see other rows, also where Lightning says "all ranks", unless another group is given."""
+        if group is None or group is torch.distributed.group.WORLD:
+            group = self.mesh_views.batch.get_group()
+        return GatherRows.apply(tensor, group) if sync_grads else super().all_gather(tensor, group)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks; with gloo a time-out names those that are missing."""
@@ -331,7 +346,8 @@ class MegascaleStrategy(ModelParallelStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        guards.check_optimizers(self.optimizers)
+        assert self.lightning_module is not None
+        guards.check_optimizers(self.lightning_module, self.optimizers)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -384,5 +400,5 @@ class MegascaleStrategy(ModelParallelStrategy):
         module = self.lightning_module
         if module is not None and module.trainer.state.status == TrainerStatus.RUNNING:  # not while another error is on its way
             if self._numbers is not None:
-                self._numbers.scale.raise_if_ambiguous()
+                self._numbers.scale.raise_if_wrong()
         super().teardown()

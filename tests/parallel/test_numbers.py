@@ -142,11 +142,11 @@ def test_ambiguous_labels_are_refused_at_the_next_step_and_proportional_ones_are
 
     fine = LossScale()
     step(fine, [(10.0, 12.0), (20.0, 24.0)])
-    fine.raise_if_ambiguous()
+    fine.raise_if_wrong()
     ambiguous = LossScale()
     step(ambiguous, [(10.0, 12.0), (20.0, 22.0)])
     with pytest.raises(ValueError, match="label_alignment=None"):
-        ambiguous.raise_if_ambiguous()
+        ambiguous.raise_if_wrong()
 
 
 def test_bfloat16_gradients_are_scaled_in_full_precision() -> None:

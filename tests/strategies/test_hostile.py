@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -70,13 +71,57 @@ class TwoGroups(CallsModel):
         return torch.optim.AdamW([{"params": rest}, {"params": slow, "lr": 1e-4}], lr=1e-2, foreach=True)
 
 
+class LooksAfterBackward(CallsModel):
+    """Gradients read and changed in on_after_backward are those of one device."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            local.clamp_(-1e-3, 1e-3)
+
+
+class ChangesWeightsAfterForward(CallsModel):
+    """A monitoring forward, then a change of the weights by hand."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.model(torch.zeros(2, 3, dtype=torch.long))
+            for parameter in self.parameters():
+                (parameter.to_local() if hasattr(parameter, "to_local") else parameter).clamp_(-0.3, 0.3)
+
+
+class SkipsAStep(CallsModel):
+    """Lightning's own example of an optimizer_step that runs the closure alone on some batches."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx == 1:
+            optimizer_closure()
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class GathersRows(CallsModel):
+    """A loss over everybody's rows."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        pooled = self.model(batch["input_ids"]).mean((1, 2))
+        everybody = self.all_gather(pooled, sync_grads=True)
+        return everybody.flatten().square().sum()
+
+
+EXACT = [
+    *(ForwardBeforeStep, Frozen, CalledTwice, ClippedByValue, TiedHead, TwoGroups),
+    *(LooksAfterBackward, ChangesWeightsAfterForward, SkipsAStep, GathersRows),
+]
+
+
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(
-    "kind", [ForwardBeforeStep, Frozen, CalledTwice, ClippedByValue, TiedHead, TwoGroups], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.__name__)
 def test_habit_equals_one_device(kind: type[L.LightningModule], plan: str) -> None:
     reference = train(kind, None)
-    results = run_ranks(train, 2, kind, {**PLANS[plan], "label_alignment": "aligned"})
+    results = run_ranks(
+        train, 2, kind, {**PLANS[plan], "label_alignment": "aligned", "loss_weight": "samples" if kind is GathersRows else "auto"}
+    )
     off, name = worst(reference["state"], results[0]["state"])
     assert off < 1e-10, f"{name} is off by {off:.2e}"
 
@@ -117,6 +162,89 @@ class Uneven(CallsModel):
         return DataLoader([Tokens()[i] for i in range(count)], batch_size=2)  # type: ignore[arg-type]
 
 
+class ManyHeads(CallsModel):
+    """Which head is used depends on the rank, as with tasks that only some rows have."""
+
+    def build(self) -> None:
+        super().build()
+        self.heads = nn.ModuleList(nn.Linear(CLASSES, CLASSES) for _ in range(2))
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        logits = self.model(batch["input_ids"]).flatten(0, 1)
+        used = self.heads if batch_idx == 0 else self.heads[self.global_rank : self.global_rank + 1]
+        return sum(F.cross_entropy(head(logits), batch["labels"].flatten()) for head in used)  # type: ignore[return-value]
+
+
+class ParameterHook(CallsModel):
+    def build(self) -> None:
+        super().build()
+        self.model.head.weight.register_hook(lambda gradient: gradient * 0)
+
+
+class BackwardByHand(CallsModel):
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        super().training_step(batch, batch_idx).backward()
+        self.optimizers().step()
+
+
+class NeverZeroes(CallsModel):
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+class TargetKey(CallsModel):
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return super().training_step({"input_ids": batch["ids"], "labels": batch["target"]}, batch_idx)
+
+    def on_before_batch_transfer(self, batch: dict[str, torch.Tensor], dataloader_idx: int) -> dict[str, torch.Tensor]:
+        return {"ids": batch["input_ids"], "target": batch["labels"]}
+
+
+class UnequalPlateau(CallsModel):
+    """A plateau schedule on a value that ranks do not share."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.log("mine", float(batch_idx * (1 - 2 * self.global_rank)), on_step=True)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "mine"}}
+
+
+class MaxNorm(CallsModel):
+    def build(self) -> None:
+        super().build()
+        self.model.embed = nn.Embedding(CLASSES, WIDTH, max_norm=1.0)
+
+
+class ScalarParameter(CallsModel):
+    def build(self) -> None:
+        super().build()
+        self.model.temperature = nn.Parameter(torch.ones(()))
+
+
+class ForeignOptimizer(CallsModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+class PartsApart(CallsModel):
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        hidden = self.model.embed(batch["input_ids"])
+        return F.cross_entropy(self.model.head(hidden).flatten(0, 1), batch["labels"].flatten())
+
+
+class IntegerSum(CallsModel):
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        return {"loss_sum": 3, "num_tokens": 2}
+
+
 REFUSALS: dict[str, tuple[type[L.LightningModule], dict[str, Any], dict[str, Any], list[str]]] = {
     "tied over children": (TiedAcrossChildren, {}, {}, ["embed.weight and head.weight are one parameter", "untie"]),
     "tied into a block": (TiedIntoBlock, {}, {}, ["model.layers.0.up.weight and model.spare.weight are one parameter"]),
@@ -127,6 +255,23 @@ REFUSALS: dict[str, tuple[type[L.LightningModule], dict[str, Any], dict[str, Any
         PLANS["tp2"],
         dict(data=ByRank),
         ["tensor-parallel peers got different batches", "data_parallel_rank"],
+    ),
+    "head by rank": (ManyHeads, PLANS["dp2"], {}, ["ranks gave gradients to different parameters", "multiply an unused output by 0"]),
+    "hook on a parameter": (ParameterHook, {}, {}, ["model.head.weight: a hook on a parameter never runs"]),
+    "loss.backward() by hand": (BackwardByHand, {}, {}, ["self.manual_backward(loss) was not called"]),
+    "gradients never zeroed": (NeverZeroes, {}, {}, ["gradients of an earlier step are left"]),
+    "masked labels under another key": (TargetKey, {}, {}, ["-100 in it", "Call it 'labels'"]),
+    "plateau on an unshared value": (UnequalPlateau, PLANS["dp2"], {}, ["different learning rates", "sync_dist=True"]),
+    "embedding with max_norm": (MaxNorm, {}, {}, ["'model.embed' is an Embedding with max_norm"]),
+    "parameter without a dimension": (ScalarParameter, {}, {}, ["model.temperature: a parameter without a dimension", "(1,)"]),
+    "optimizer of other tensors": (ForeignOptimizer, {}, {}, ["holds 1 tensors that are no parameters"]),
+    "parts called apart": (PartsApart, {}, {}, ["outside of its module's forward", "self.model.head(x)"]),
+    "loss_sum is no tensor": (IntegerSum, {}, {}, ["loss_sum is a int: it must be a tensor"]),
+    "averaging of weights": (
+        CallsModel,
+        {},
+        dict(callbacks=[StochasticWeightAveraging(0.1)]),
+        ["StochasticWeightAveraging averages whole copies"],
     ),
     "unequal numbers of batches": (Uneven, {}, dict(use_distributed_sampler=False), ["rank 0 has 2 and rank 1 has 3", "drop_last=True"]),
 }
@@ -141,7 +286,7 @@ def refused(name: str) -> str:
         trainer = L.Trainer(**{**QUIET, **options}, devices=2, max_epochs=1, strategy=strategy)
         module = kind()
         trainer.fit(module, None if kind is Uneven else DataLoader(data, batch_size=4))
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "no error"
 
