@@ -181,12 +181,15 @@ def parallelize(
     """
     done = Parallelized(plan, views)
     partial: list[str] = []
+    proof = None
     names = block_names(target, layout)
     blocks = [target.get_submodule(name) for name in names]
     if views.tensor is not None and plan.tensor_parallel_size > 1:
         from lightning_megascale.parallel.tensor import apply_tensor_parallel
+        from lightning_megascale.parallel.tensor_proof import prepare_proof
 
         assert layout is not None
+        proof = prepare_proof(target, layout, views.tensor, sequence_parallel=plan.sequence_parallel)
         partial = apply_tensor_parallel(
             target,
             views.tensor,
@@ -212,6 +215,8 @@ def parallelize(
         reduce_dtype=reduce_dtype,
         cpu_offload=plan.cpu_offload,
     )
+    if proof is not None:
+        proof.arm(target)
     prefix = next(name for name, child in module.named_modules() if child is target)
     done.blocks = tuple(".".join(filter(None, (prefix, name))) for name in names)
     parameters = dict(target.named_parameters(remove_duplicate=False))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_megascale.layout import ROLES, ModelLayout
+from lightning_megascale.layout import ModelLayout
 from lightning_megascale.ops.tensor_parallel import TensorAxis, tensor_axis
 from lightning_megascale.parallel import tensor_proof_run as runs
 from lightning_megascale.parallel.init import local_part
@@ -28,6 +28,7 @@ from lightning_megascale.parallel.tensor_check import Roles
 _enabled = True  # for tests of the proof itself
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_ROLES = tuple(role for role in Roles.__dataclass_fields__ if role != "model")
 _ROOT = "block"  # the copy's name in its holder
 
 # dtype -> largest relative error, and the share of a typical gradient below which a gradient counts as zero
@@ -48,7 +49,7 @@ def prepare_proof(model: nn.Module, layout: ModelLayout, mesh_tp: DeviceMesh, *,
     kinds: dict[Any, Kind] = {}
     for name in proved_modules(model, roles, sequence_parallel) if _enabled else ():
         module = model.get_submodule(name)
-        part = replace(roles, model=model, **{role: _inside(getattr(roles, role), name) for role in ROLES if hasattr(roles, role)})
+        part = replace(roles, model=model, **{role: _inside(getattr(roles, role), name) for role in _ROLES})
         kind = kinds.setdefault(_fingerprint(module, part), Kind(name, type(module).__name__, part))
         kind.names.append(name)
     for kind in kinds.values():
@@ -87,10 +88,14 @@ def _fingerprint(block: nn.Module, part: Roles) -> Any:
     """Equal for blocks that compute alike: classes, shapes, roles and switches; numbers such as a layer's index are no switches."""
     rows = []
     for name, module in block.named_modules():
-        shapes = tuple((key, tuple(tensor.shape)) for key, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None)
-        switches = tuple((k, v if isinstance(v, (bool, str)) else v > 0) for k, v in vars(module).items() if isinstance(v, (bool, str, float)))
+        shapes = tuple(
+            (key, tuple(tensor.shape)) for key, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None
+        )
+        switches = tuple(
+            (k, v if isinstance(v, (bool, str)) else v > 0) for k, v in vars(module).items() if isinstance(v, (bool, str, float))
+        )
         rows.append((name, type(module), shapes, switches))
-    return tuple(rows), tuple(getattr(part, role) for role in ROLES if hasattr(part, role))
+    return tuple(rows), tuple(getattr(part, role) for role in _ROLES)
 
 
 def _structure(kind: Kind, model: nn.Module) -> nn.Module:
@@ -304,11 +309,10 @@ class _Attempt:
             errors["output", i] = _error(self._part(wanted, got), got, _scale([wanted]) * floor)
         typical = _scale(whole.inputs.values()) * floor
         for i, gradient in split.inputs.items():
-            shard = given.leaves[i]
-            got = torch.zeros_like(shard, dtype=typical.dtype, device=self.device) if gradient is None else gradient
             wanted = whole.inputs[i]
+            got = torch.zeros(given.leaves[i].shape, device=self.device) if gradient is None else gradient
             part = torch.zeros_like(got) if wanted is None else self._part(wanted, got)
-            errors["input", (i, given.names[i], i not in given.shards and i != given.wanted[0])] = _error(part, got, typical)
+            errors["input", (i, given.names[i], i not in given.shards and i != given.hidden)] = _error(part, got, typical)
         typical = _scale(whole.parameters.values()) * floor
         for name, gradient in split.parameters.items():
             errors["parameter", name] = self._parameter_error(name, parameters[name], whole.parameters[name], gradient, partial, typical)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,7 @@ class Given:
     Args:
         leaves, spec: the flattened (args, kwargs); kwargs in the order of the signature.
         names: of each leaf, for messages.
+        hidden: index of the hidden state: the first floating tensor of three dims or more, else the first one.
         wanted: indices of the leaves whose gradients are compared.
         shards: of those leaves that are parts of a sequence, the gathered tensor.
     """
@@ -117,6 +119,7 @@ class Given:
     leaves: list[Any]
     spec: Any
     names: list[str]
+    hidden: int | None
     wanted: list[int]
     shards: dict[int, Tensor]
 
@@ -129,7 +132,7 @@ class Given:
         names = [name for key, value in (*zip(order, args), *kwargs.items()) for name in [key] * len(tree_leaves(value))]
         names += ["argument"] * (len(leaves) - len(names))
         floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        hidden = next((i for i in floating if leaves[i].ndim >= 3), None)
+        hidden = next((i for i in floating if leaves[i].ndim >= 3), floating[0] if floating else None)
         shards: dict[int, Tensor] = {}
         for i in floating if has_shards and hidden is not None else ():
             if leaves[i].ndim >= 3 and leaves[i].shape[:2] == leaves[hidden].shape[:2]:  # type: ignore[index]
@@ -138,7 +141,7 @@ class Given:
                 if i == hidden or any(not torch.equal(first, other) for other in others):
                     shards[i] = whole
         wanted = [i for i in floating if leaves[i].requires_grad or i == hidden]
-        return cls(leaves, spec, names, wanted, shards)
+        return cls(leaves, spec, names, hidden, wanted, shards)
 
     def copied(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[tuple, dict[str, Any], dict[int, Tensor]]:
         """Fresh arguments for one run, and the leaves whose gradients are wanted. One tensor given twice stays one tensor."""
@@ -157,6 +160,11 @@ class Given:
         inputs = {i: made[i].requires_grad_() for i in self.wanted}
         args, kwargs = tree_unflatten([made[i] for i in range(len(self.leaves))], self.spec)
         return args, kwargs, inputs
+
+
+def parameter_names(block: nn.Module) -> list[str]:
+    """Names of the arguments of a block's forward, in order."""
+    return list(inspect.signature(block.forward).parameters)
 
 
 # ---- a run -------------------------------------------------------------------------------------------------------------------------

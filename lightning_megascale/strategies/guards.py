@@ -124,8 +124,8 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
         )
 
 
-def check_loader_lengths(loader: Any, device: torch.device) -> None:
-    """Ranks with different numbers of batches would wait for each other for ever."""
+def check_loader_lengths(loader: Any, device: torch.device) -> bool:
+    """Ranks with different numbers of batches would wait for each other for ever. True when the number is known."""
     try:
         length = len(loader)
     except (TypeError, NotImplementedError):
@@ -140,6 +140,7 @@ def check_loader_lengths(loader: Any, device: torch.device) -> None:
             "unknown), so "
             "the longer ones would wait for ever. Use Lightning's distributed sampler, or drop_last=True on equal shares"
         )
+    return length >= 0
 
 
 def refuse_other_plan(done: ParallelPlan, wanted: ParallelPlan) -> None:

@@ -41,6 +41,7 @@ from lightning_megascale.parallel.rng import seed_microbatch
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
 from lightning_megascale.strategies import checkpoint as checkpoints
 from lightning_megascale.strategies import guards
+from lightning_megascale.strategies.loaders import EvenLoader
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
 from lightning_megascale.strategies.steps import StepNumbers
 
@@ -93,6 +94,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._seed = 0
         self._numbers: StepNumbers | None = None
         self._finishing: Optimizer | None = None
+        self._control: Any = None
         self._peers_checked: set[str] = set()
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping (0-dim, equal on all ranks), or None without clipping."""
@@ -313,8 +315,16 @@ class MegascaleStrategy(ModelParallelStrategy):
         """Workers are seeded by the share of rows they load, so tensor-parallel peers augment alike."""
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", ...) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)  # type: ignore[attr-defined]
-        guards.check_loader_lengths(dataloader, self.root_device)
-        return super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        if guards.check_loader_lengths(dataloader, self.root_device) or self.world_size == 1:
+            return dataloader
+        return EvenLoader(dataloader, self._control_group())  # type: ignore[arg-type]
+
+    def _control_group(self) -> Any:
+        """A group of all ranks for words between hosts; a wait on it never waits for a GPU."""
+        if self._control is None and torch.distributed.get_backend() != "gloo":
+            self._control = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
+        return self._control
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Over the ranks that count other tokens, unless a group is given. A mean of whole numbers is not rounded."""

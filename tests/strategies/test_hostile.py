@@ -156,6 +156,30 @@ class ByRank(IterableDataset):
         yield from (Tokens()[i] for i in range(rank, len(Tokens()), world))
 
 
+class UnevenStream(IterableDataset):
+    """Rank 1's stream is one batch longer."""
+
+    def __iter__(self) -> Any:
+        yield from (Tokens()[i] for i in range(8 + 4 * int(os.environ["RANK"])))
+
+
+class EvenStream(IterableDataset):
+    def __iter__(self) -> Any:
+        rank = int(os.environ["RANK"])
+        yield from (Tokens()[i] for i in range(12 * rank, 12 * rank + 12))
+
+
+def count_stream() -> int:
+    module, strategy = CallsModel(), MegascaleStrategy(label_alignment="aligned")
+    trainer = L.Trainer(**QUIET, devices=2, max_epochs=2, strategy=strategy)
+    trainer.fit(module, DataLoader(EvenStream(), batch_size=4))
+    return trainer.global_step
+
+
+def test_streams_of_equal_length_end_together() -> None:
+    assert run_ranks(count_stream, 2) == [6, 6]
+
+
 class Uneven(CallsModel):
     def train_dataloader(self) -> DataLoader:
         count = 4 + int(os.environ["RANK"])
@@ -273,6 +297,7 @@ REFUSALS: dict[str, tuple[type[L.LightningModule], dict[str, Any], dict[str, Any
         dict(callbacks=[StochasticWeightAveraging(0.1)]),
         ["StochasticWeightAveraging averages whole copies"],
     ),
+    "streams of unequal length": (CallsModel, {}, dict(data=UnevenStream), ["after 2 batches some ranks have another batch"]),
     "unequal numbers of batches": (Uneven, {}, dict(use_distributed_sampler=False), ["rank 0 has 2 and rank 1 has 3", "drop_last=True"]),
 }
 
