@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -43,8 +44,13 @@ class Roles:
 
     def owner(self, name: str) -> str | None:
         """The innermost attention or MLP module that holds ``name``, or is it."""
-        holders = [owner for owner in self.parallel_modules if _within(name, owner)]
-        return max(holders, key=len) if holders else None
+        while name and name not in self._parallel_names:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    @cached_property
+    def _parallel_names(self) -> frozenset[str]:
+        return frozenset(self.parallel_modules)
 
     def columns_by_owner(self) -> dict[str, list[str]]:
         """Column-parallel linears by the module that gathers for them; a linear in no attention or MLP module gathers for itself."""
@@ -161,6 +167,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_kv_heads", "num_ke
 
 def _heads(roles: Roles, tp: int) -> Found:
     """Whole heads on every rank; a number of features may divide where the heads do not."""
+    columns = roles.columns_by_owner()
     for owner in roles.attention:
         module = roles.model.get_submodule(owner)
         for source in (module, getattr(module, "config", None)):
@@ -171,7 +178,7 @@ def _heads(roles: Roles, tp: int) -> Found:
         head_dim = getattr(module, "head_dim", None)
         if not isinstance(head_dim, int) or head_dim < 1:
             continue
-        for name in roles.columns_by_owner().get(owner, []):
+        for name in columns.get(owner, []):
             features = getattr(roles.model.get_submodule(name), "out_features", 0)
             heads, rest = divmod(features, head_dim)
             if heads and not rest and heads % tp and not features % tp:
@@ -191,7 +198,9 @@ def _partners(roles: Roles, tp: int) -> Found:
         if not partners:
             where = "attention or mlp module" if owner else "block"
             yield name, f"is row-parallel, but no column-parallel linear is in the same {where}; its input would not be split"
-    rows = {owner: [name for name in roles.rowwise if roles.owner(name) == owner] for owner in columns}
+    rows: dict[str | None, list[str]] = {owner: [] for owner in columns}
+    for name in roles.rowwise:
+        rows.setdefault(roles.owner(name), []).append(name)
     for owner, names in columns.items():
         if len(names) != 1 or not rows[owner]:
             continue
