@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_megascale.ops.tensor_parallel import TensorAxis, finish_gather, start_gather
@@ -216,6 +217,19 @@ def _floating(output: Any) -> Iterator[Tensor]:
                 yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _floating([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+class DtypesSeen(TorchDispatchMode):
+    """Collects the floating dtypes of what is computed inside it, single numbers left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.found.update(leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim)
+        return result
 
 
 # ---- isolation ---------------------------------------------------------------------------------------------------------------------
