@@ -57,12 +57,14 @@ def test_parity(case: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("case", SLOW_CASES, ids=identity)
 def test_parity_slow(case: dict[str, str]) -> None:
     parity.check(case, timeout=400)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("axes", ["fsdp2", "tp+sp"])
 def test_parity_with_torchs_default_compiler(axes: str) -> None:
     """The pairs above compile with aot_eager, which needs no C++ compiler; this is what compile=True means."""

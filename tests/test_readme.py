@@ -18,7 +18,12 @@ from lightning_megascale import support
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 SETUP = ["pip install . && megascale train", 'pip install -e ".[test]" && pytest']  # run by tests/test_package.py and .ci/run
-QUICK = ["trainer.max_steps=4", "trainer.val_check_interval=2", "model.num_layers=1"]  # what makes a real run short
+QUICK = [
+    "trainer.max_steps=4",
+    "trainer.val_check_interval=2",
+    "model.num_layers=1",
+    "optim.schedule.warmup_steps=1",
+]  # what makes a real run short
 
 
 def blocks(language: str) -> list[str]:
@@ -64,6 +69,7 @@ def test_every_command_begins_with_a_known_verb() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     """In one folder and in README's order, after the run of the quickstart that README starts with; training cut short."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "MEGASCALE_CACHE": str(tmp_path / "cache")}

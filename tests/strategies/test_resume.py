@@ -102,6 +102,7 @@ def test_resume_under_another_plan(target: str, saved: dict[str, str], reference
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_resume_from_and_under_8_ranks(saved: dict[str, str], reference: dict[str, Any], tmp_path: Path) -> None:
     name = "hsdp x tp+sp"
     assert_continues(run_ranks(resume_all, 8, name, saved, timeout=600)[0], reference, name)
