@@ -1,7 +1,9 @@
 """The one scale of the project: gradients are sums over tokens, divided once per optimizer step by the number of tokens.
 
-A step's loss is weighted by what it counts (N of its microbatch), backward adds up, and ``LossScale.finish`` multiplies every
-gradient by 1 / (sum of N over microbatches and ranks). So any plan gives the number one device gives with the whole batch:
+A step's loss is weighted by what it counts (n of its microbatch), backward adds up, and ``LossScale.finish`` multiplies every
+gradient by 1 / N, N the sum of n over microbatches and ranks. Where one microbatch is the whole step, N is known before its
+backward, and ``LossScale.share`` weights the loss by n / N instead, which saves a pass over all gradients. So any plan gives the
+number one device gives with the whole batch:
 d/dw [ sum_i n_i * mean_i ] / sum_i n_i is the gradient of the mean over all tokens.
 """
 
@@ -45,7 +47,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two numbers that must be equal on all ranks in every step; compared one step later, so no step waits for the device.
+    """Two numbers that must be equal on all ranks in every step; compared a step or two later, so no step waits for the device.
 
     Args:
         used: which parameters have a gradient, as a small whole number (below 2^20).
@@ -102,6 +104,7 @@ class LossScale:
 
     def __init__(self) -> None:
         self._counts: torch.Tensor | None = None  # sums of n, n^2, n m, m^2, n loss
+        self._agreement = Agreement()
         self._pending_check: torch.Tensor | None = None
         self.step_loss: torch.Tensor | None = None
 
@@ -114,21 +117,46 @@ class LossScale:
         row = weights.products(loss)
         self._counts = row if self._counts is None else self._counts + row
 
-    def share(self, weights: Weights, group: dist.ProcessGroup) -> torch.Tensor:
-        """This rank's share of one loss's tokens over the group, a 0-dim tensor: for losses that are not scaled later."""
+    def share(self, loss: torch.Tensor, weights: Weights, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """A microbatch that is a whole step: N is known before its backward, so its loss becomes its share of the global mean at once.
+
+        Args:
+            loss: the mean loss of this rank's rows, 0-dim.
+            weights: what it counts.
+            group: the loss view; None for a single rank.
+
+        Returns:
+            n / N, 0-dim float64; the gradients then need no division.
+        """
         self.raise_if_wrong()
-        counts = torch.cat([weights.products(None), weights.used.new_tensor(Agreement().powers(), dtype=torch.float64)])
-        dist.all_reduce(counts, group=group)
-        self._pending_check = counts
+        counts = self._reduced(weights.products(loss), group)
+        self.step_loss = counts[4] / counts[0]
         return weights.used / counts[0].clamp(min=1.0)
 
-    def finish(self, gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, agreement: Agreement = Agreement()) -> None:
-        """Divides the summed gradients by the number of tokens of the whole step.
+    def note(self, agreement: Agreement) -> None:
+        """What this rank did in a step; it travels with the next step's counts."""
+        self._agreement = agreement
+
+    def settle(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """After the last step of a fit: what would have been looked at with the next one. On all ranks of the group together."""
+        self.raise_if_wrong()
+        self._reduced(torch.zeros(5, dtype=torch.float64, device=device), group)
+        self.raise_if_wrong()
+
+    def _reduced(self, counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Counts and the last step's agreement, added up over the group in one message; looked at when the next step comes."""
+        counts = torch.cat([counts, counts.new_tensor(self._agreement.powers())])
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        self._pending_check = counts
+        return counts
+
+    def finish(self, gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Divides the gradients summed over several microbatches by the number of tokens of the whole step.
 
         Args:
             gradients: all gradients of the step, already added up over ranks.
             group: the loss view; None for a single rank.
-            agreement: what all ranks of the group must have in common in this step.
 
         Raises:
             ValueError: when the step before was ambiguous, or its ranks did not agree.
@@ -137,14 +165,10 @@ class LossScale:
         counts, self._counts = self._counts, None
         if counts is None:
             return
-        counts = torch.cat([counts, counts.new_tensor(agreement.powers())])
-        if group is not None:
-            dist.all_reduce(counts, group=group)
+        counts = self._reduced(counts, group)
         tokens = counts[0]
         self.step_loss = counts[4] / tokens
-        scale = torch.where(tokens > 0, 1.0 / tokens, torch.zeros_like(tokens))
-        scale_gradients(gradients, scale)
-        self._pending_check = counts
+        scale_gradients(gradients, torch.where(tokens > 0, 1.0 / tokens, torch.zeros_like(tokens)))
 
     def raise_if_wrong(self) -> None:
         """Looks at the last step's sums, now that they are surely there. Equal on all ranks of the group, so all raise."""

@@ -17,6 +17,8 @@ from lightning_megascale.parallel.rng import derive_seed
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import guards
 
+_ONE = Weights(torch.ones((), dtype=torch.float64))  # a single rank and microbatch: nothing to weigh against
+
 
 class StepNumbers:
     """Bookkeeping of one fit, from a step's forward to its finished gradients. Automatic optimization sums and scales once per
@@ -31,6 +33,7 @@ class StepNumbers:
         self._plan, self._views, self._device = plan, views, device
         self._weights: Weights | None = None
         self._batch: Any = None
+        self._loss: torch.Tensor | None = None
         self._checked = self._batch_checked = False
         self._backwards = 0
         self._remaining: dict[int, tuple[int, Remaining, list[torch.nn.Parameter]]] = {}
@@ -41,30 +44,31 @@ class StepNumbers:
 
     def before_forward(self, batch: Any) -> None:
         """Notes the batch: manual optimization runs its backwards inside the step."""
-        self._batch, self._weights, self._backwards = batch, None, 0
+        self._batch, self._weights, self._loss, self._backwards = batch, None, None, 0
 
     def after_forward(self, module: pl.LightningModule, output: Any) -> Any:
         """Notes what the step's loss counts; returns what Lightning gets to see."""
         output, loss, weights = read_output(output)
         if loss is not None and loss.requires_grad:
-            self._weights = weights or self._weigh(module, self._batch)
-            if module.automatic_optimization and self._weights is not None:
-                if module.trainer.fit_loop.epoch_loop.batch_idx % module.trainer.accumulate_grad_batches == 0:
-                    self.scale.restart()  # Lightning zeroes the gradients now, also those of a window that was never stepped
-                self._weights = self._weights.rounded_to(loss)
-                self.scale.add(loss, self._weights)
+            self._loss = loss.detach()
+            self._weights = (weights or self._weigh(module, self._batch) or _ONE).rounded_to(loss)
         return output
 
     def before_backward(self, module: pl.LightningModule, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as a sum over what it counts (automatic), or as its share of the global mean (manual)."""
+        """The loss as a sum over what it counts, or, where it is a whole step, as its share of the global mean."""
         self._backwards += 1
-        if module.automatic_optimization:
-            if module.trainer.fit_loop.epoch_loop.batch_idx % module.trainer.accumulate_grad_batches == 0:
-                guards.check_zeroed(module)
-            loss = loss * module.trainer.accumulate_grad_batches  # Lightning divided by it
-            return loss if self._weights is None else weighted(loss, self._weights.used)
-        weights = self._weigh(module, self._batch)
-        return loss if weights is None or self._group is None else weighted(loss, self.scale.share(weights, self._group))
+        if not module.automatic_optimization:
+            weights = self._weigh(module, self._batch)
+            return loss if weights is None or self._group is None else weighted(loss, self.scale.share(loss.detach(), weights, self._group))
+        assert self._weights is not None and self._loss is not None
+        accumulate = module.trainer.accumulate_grad_batches
+        if module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:
+            guards.check_zeroed(module)
+            self.scale.restart()  # Lightning has zeroed the gradients, also those of a window that was never stepped
+        if accumulate == 1 and loss.dtype.itemsize >= 4:  # a half-precision loss could not carry n / N backward exactly
+            return weighted(loss, self.scale.share(self._loss, self._weights, self._group))
+        self.scale.add(self._loss, self._weights)
+        return weighted(loss * accumulate, self._weights.used)  # Lightning divided by it
 
     def finish(self, module: pl.LightningModule, optimizer: Optimizer, partial: set[int]) -> None:
         """After a step's last backward: no parameter forgotten, the sums that are still open, the one scale.
@@ -83,8 +87,13 @@ class StepNumbers:
             self._checked = True
         reduce_remaining(over, parameters, self._views)
         used = "".join("01"[parameter.grad is not None] for parameter in parameters)
-        agreement = Agreement(derive_seed(used) % 2**20, sum(float(group["lr"]) for group in optimizer.param_groups if "lr" in group))
-        self.scale.finish([parameter.grad for parameter in parameters if parameter.grad is not None], self._group, agreement)
+        rates = sum(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        self.scale.note(Agreement(derive_seed(used) % 2**20, rates))
+        self.scale.finish([parameter.grad for parameter in parameters if parameter.grad is not None], self._group)
+
+    def settle(self) -> None:
+        """At the end of a fit: the checks that run one step behind."""
+        self.scale.settle(self._group, self._device)
 
     def _remaining_of(self, optimizer: Optimizer, partial: set[int]) -> tuple[Remaining, list[torch.nn.Parameter]]:
         """The optimizer's parameters and the sums they still need; looked up again when parameters were added."""

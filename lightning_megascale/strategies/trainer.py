@@ -18,7 +18,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -300,6 +300,9 @@ class MegascaleStrategy(ModelParallelStrategy):
 
     on_validation_start = on_test_start = on_train_start
 
+    def on_train_end(self) -> None:
+        self.numbers.settle()
+
     def _note_norm(self, norm: Tensor) -> None:
         self.grad_norm = norm
 
@@ -405,10 +408,3 @@ class MegascaleStrategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             checkpoints.remove(str(filepath))
-
-    def teardown(self) -> None:
-        module = self.lightning_module
-        if module is not None and module.trainer.state.status == TrainerStatus.RUNNING:  # not while another error is on its way
-            if self._numbers is not None:
-                self._numbers.scale.raise_if_wrong()
-        super().teardown()

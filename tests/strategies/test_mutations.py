@@ -25,7 +25,17 @@ def must_fail(**choices: str) -> None:
 
 def test_without_the_scale_by_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "scale_gradients", lambda gradients, scale: None)
+    must_fail(axes="fsdp2", accumulation="accumulate 2, reduce last")
+
+
+def test_without_the_share_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "weighted", lambda loss, weight: loss)
     must_fail(axes="fsdp2")
+
+
+def test_with_the_share_of_the_rows_in_place_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "weighted", lambda loss, weight: loss / 2)
+    must_fail(axes="fsdp2", labels="90% of one rank masked")
 
 
 def test_with_a_mean_of_means_in_place_of_the_token_mean(monkeypatch: pytest.MonkeyPatch) -> None:
