@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -54,7 +55,7 @@ def build_optimizer(
     Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algorithm 2.
     """
     named = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
-    _check_values(name, lr, betas, eps, weight_decay, lr_patterns or {})
+    check_values(name=name, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, lr_patterns=lr_patterns, no_decay=no_decay)
     if not named:
         raise ValueError("no parameter to train: every one has requires_grad=False, or the module has none yet (see configure_model)")
     _check_patterns([key for key, _ in named], no_decay, lr_patterns or {})
@@ -204,20 +205,48 @@ def _check_steps(min_ratio: float, **steps: int) -> None:
     for key, value in steps.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{key}={value!r}: must be an integer of at least 0")
-    if not 0 <= min_ratio <= 1:
-        raise ValueError(f"min_ratio={min_ratio}: must be in [0, 1], the share of the peak learning rate at the end")
+    if not _is_number(min_ratio) or not 0 <= min_ratio <= 1:
+        raise ValueError(f"min_ratio={min_ratio!r}: must be in [0, 1], the share of the peak learning rate at the end")
 
 
-def _check_values(name: str, lr: float, betas: Sequence[float], eps: float, weight_decay: float, lr_patterns: Mapping[str, float]) -> None:
+def check_values(
+    *,
+    lr: Any,
+    name: Any = "adamw",
+    betas: Any = (0.9, 0.95),
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.1,
+    lr_patterns: Any = None,
+    no_decay: Any = DEFAULT_NO_DECAY,
+    fused: Any = "auto",
+) -> None:
+    """Checks the arguments of ``build_optimizer`` as far as they can be judged without parameters.
+
+    Raises:
+        ValueError: with every rule that is broken, one a line, each with its argument and value.
+    """
     wrong = [] if name == "adamw" else [f"optimizer name={name!r}: must be 'adamw'; bring others in your own configure_optimizers"]
-    rates = {"lr": lr} | {f"lr_patterns[{pattern!r}]": rate for pattern, rate in lr_patterns.items()}
+    if lr_patterns is not None and not isinstance(lr_patterns, Mapping):
+        wrong.append(f"lr_patterns={lr_patterns!r}: must map patterns to learning rates")
+        lr_patterns = None
+    rates = {"lr": lr} | {f"lr_patterns[{pattern!r}]": rate for pattern, rate in (lr_patterns or {}).items()}
     for key, value in (rates | {"eps": eps, "weight_decay": weight_decay}).items():
-        if not 0 <= value < math.inf:
-            wrong.append(f"{key}={value}: must be a finite number of at least 0")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        wrong.append(f"betas={tuple(betas)}: must be two numbers in [0, 1)")
+        if not _is_number(value) or not 0 <= value < math.inf:
+            wrong.append(f"{key}={value!r}: must be a finite number of at least 0")
+    pair = list(betas) if isinstance(betas, Sequence) and not isinstance(betas, str) else []
+    if len(pair) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in pair):
+        wrong.append(f"betas={betas!r}: must be two numbers in [0, 1), such as [0.9, 0.95]")
+    if not isinstance(no_decay, Sequence) or isinstance(no_decay, str) or not all(isinstance(pattern, str) for pattern in no_decay):
+        wrong.append(f"no_decay={no_decay!r}: must be a list of patterns, such as ['bias', 'norm']")
+    if fused not in (True, False, "auto"):
+        wrong.append(f"fused={fused!r}: must be true, false or 'auto'")
     if wrong:
         raise ValueError("\n".join(wrong))
+
+
+def _is_number(value: Any) -> bool:
+    """True for a real number or a tensor of one; a bool is none."""
+    return (isinstance(value, numbers.Real) and not isinstance(value, bool)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _check_patterns(names: Sequence[str], no_decay: Sequence[str], lr_patterns: Mapping[str, float]) -> None:

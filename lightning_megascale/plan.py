@@ -203,7 +203,8 @@ class ParallelPlan:
                 if getattr(self, name) > 1
             )
             tensor = f"; nearest tensor_parallel_size: {_near_divisors(world_size, self.tensor_parallel_size)}"
-            wrong.append(f"{used} = {others} does not divide the {world_size} ranks: use a multiple of {others} ranks{tensor}")
+            product = f" = {others}" if " x " in used else ""
+            wrong.append(f"{used}{product} does not divide the {world_size} ranks: use a multiple of {others} ranks{tensor}")
         else:
             replicate, shard = self._data_parallel(world_size)
             if replicate * shard * others != world_size:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -235,3 +236,19 @@ def test_constant():
         optimizer.step()
         scheduler.step()
     assert rates == [1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("lr", "abc", "lr='abc': must be a finite number"),
+        ("lr", None, "lr=None: must be a finite number"),
+        ("betas", 0.9, "betas=0.9: must be two numbers in [0, 1), such as [0.9, 0.95]"),
+        ("betas", ["a", 0.9], "betas=['a', 0.9]: must be two numbers"),
+        ("no_decay", "bias", "no_decay='bias': must be a list of patterns"),
+    ],
+)
+def test_values_of_another_type_are_named(argument, value, message):
+    parameter = [("weight", torch.nn.Parameter(torch.zeros(2, 2)))]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_optimizer(parameter, **{"lr": 0.1, argument: value})

@@ -52,7 +52,7 @@ def _run(arguments: list[str]) -> int:
             console.print(USAGE, highlight=False, markup=False, soft_wrap=True)
             return 0
         return run(console, **_parse(verb, rest, positional, keys))
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a full disk, a folder that may not be read
         if os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
             raise
         Console(stderr=True, soft_wrap=True).print(f"megascale: {error}", highlight=False, markup=False)

@@ -1,13 +1,17 @@
 """Where the YAML lives and which types it has: conf/ is Hydra's search path, every file of recipes/ an option of the group ``recipe``."""
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_megascale.plan import ParallelPlan
 
@@ -15,6 +19,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel both folders lie inside the package; in a checkout or an editable install, beside it.
 ROOT = _PACKAGE if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent
 CONF, RECIPES = ROOT / "conf", ROOT / "recipes"
+UNREADABLE: dict[str, str] = {}  # recipe -> what is wrong with its file; said when it is chosen
+_SWEPT: set[str] = set()  # keys that the command line gives several values
+_LONGEST_NAME = 100
 
 
 @dataclass
@@ -123,15 +130,70 @@ def register(config_dirs: tuple[str, ...] = ()) -> None:
     a group (``model``, ``data``) hold further options of that group, which Hydra finds by itself.
     """
     OmegaConf.register_new_resolver("recipe_name", _recipe_name, replace=True)
-    OmegaConf.register_new_resolver("folder_name", lambda overrides: overrides.replace("/", "_"), replace=True)
+    OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig, provider="lightning_megascale")
     files = recipe_files(RECIPES)
     for folder in map(Path, config_dirs):
         files |= {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     for name, file in files.items():
+        UNREADABLE.pop(name, None)
+        try:
+            node = OmegaConf.load(file)
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            UNREADABLE[name] = yaml_mistake(error, file)
+            continue
+        if not isinstance(node, DictConfig):
+            UNREADABLE[name] = f"{file}: a recipe is a mapping of keys to values"
+            continue
         group, _, name = f"recipe/{name}".rpartition("/")
-        store.store(group=group, name=name, node=OmegaConf.load(file), package="_global_", provider=str(file))
+        store.store(group=group, name=name, node=node, package="_global_", provider=str(file))
+
+
+def yaml_mistake(error: Exception, file: Path | str | None = None) -> str:
+    """What is wrong with a YAML file and where, in one line.
+
+    Args:
+        error: what the reader raised.
+        file: its path; None: the one that the error names.
+    """
+    mark = getattr(error, "problem_mark", None)
+    place = f"{file or getattr(mark, 'name', 'a config file')}" + (f", line {mark.line + 1}" if mark else "")
+    what = getattr(error, "problem", None) or (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{place}: this is no YAML: {what}"
+
+
+def note_swept(arguments: list[str]) -> None:
+    """Remembers which keys of the command line have several values: they name the folders of a sweep."""
+    _SWEPT.clear()
+    parser = OverridesParser.create()
+    for argument in arguments:
+        try:
+            (override,) = parser.parse_overrides([argument]) if "=" in argument and not argument.startswith("-") else (None,)
+        except OverrideParseException:  # Hydra will say so
+            continue
+        if override is not None and override.is_sweep_override():
+            _SWEPT.add(override.get_key_element())
+
+
+def swept(node: Any) -> str:
+    """The values that set one run of a sweep apart, such as ``optim.lr=0.1,seed=2``.
+
+    Args:
+        node: the ``hydra`` node of that run's config.
+    """
+    keys = _SWEPT | set(node.sweeper.params or {})
+    overrides = list(node.overrides.task)
+    return ",".join(sorted(text for text in overrides if text.partition("=")[0] in keys) or sorted(overrides))
+
+
+def _sweep_folder(*, _root_: Any) -> str:
+    """The folder of one run of a sweep: its values, cut and given a hash where they are too long for a name."""
+    name = swept(_root_.hydra).replace("/", "_")
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{name.encode()[: _LONGEST_NAME - 13].decode(errors='ignore')}-{digest}"
 
 
 def _recipe_name(*, _root_: Any) -> str:

@@ -22,6 +22,7 @@ MOVED = {
     "trainer.logger": "choose a logger with logger=csv, wandb, tensorboard or none",
     "trainer.default_root_dir": "the run's folder is run.dir",
     "trainer.plugins": "precision is trainer.precision; checkpoints and ranks belong to the strategy",
+    "model._target_": "write _target_: module.Class and its arguments to FOLDER/model/NAME.yaml and say model=NAME --config-dir FOLDER",
     "plan.global_batch_size": "the global batch is batch.global_size",
     "plan.microbatch_size": "the rows of one forward are batch.micro_size",
 }
@@ -52,11 +53,16 @@ def stop(error: BaseException, message: str, *, show: bool = True) -> NoReturn:
 
 def explain(error: BaseException) -> str | None:
     """The message for a user's mistake in the command line or in a config file; None when it is no such mistake."""
+    import yaml
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, yaml.YAMLError):
+        from lightning_megascale.cli.config import yaml_mistake
+
+        return yaml_mistake(error)
     if isinstance(error, MissingConfigException):
         return _missing_config(error)
     if isinstance(error, OverrideParseException):
@@ -120,8 +126,10 @@ def _missing_config(error: Any) -> str:
         return str(error).strip()
     options = list(error.options or [])
     if group == "recipe":
-        from lightning_megascale.cli.config import recipe_names
+        from lightning_megascale.cli.config import UNREADABLE, recipe_names
 
+        if name in UNREADABLE:
+            return f"recipe={name}: {UNREADABLE[name]}"
         options = recipe_names()
     listed = f"\nThere are: {', '.join(options)}" if options else ""
     own = "\nRecipes of your own: recipe=NAME --config-dir FOLDER" if group == "recipe" else ""

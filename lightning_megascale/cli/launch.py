@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import re
+import select
 import shutil
 import signal
 import sys
@@ -120,6 +121,8 @@ def launch(
     except ChildFailedError as error:
         attempts = sorted(logs.glob(f"{run_id}_*/attempt_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
         message, code = describe_failure(error, attempts[-1])
+        if code == 1 and stdout_has_no_reader():  # such as: megascale train | head
+            raise SystemExit(128 + signal.SIGPIPE) from None
         print(message, file=sys.stderr, flush=True)
         raise SystemExit(code) from None
     except SignalException as error:
@@ -179,10 +182,36 @@ def describe_failure(error: Any, attempt_folder: Path) -> tuple[str, int]:
     if not reports and failure.exitcode in _SIGNAL_EXIT_CODES:
         return f"megascale: rank {seen_rank} was asked to stop, and all ranks stopped with it", failure.exitcode
     if not reports or reports[0][0]:  # nobody raised on its own: a rank was killed
-        text = f"{reports[0][3]}\n\n" if reports else ""
-        ended = f"rank {seen_rank} ended with exit code {failure.exitcode}"
-        return f"{text}megascale: {ended}: a rank was killed from outside (out of memory?)", 1
+        return _describe_kill(error, attempt_folder, reports), 1
     _, _, first, text = reports[0]
     others = sorted(report[2] for report in reports[1:])
     fell = f"; ranks {others} fell with it" if others else ""
     return f"{text}\n\nmegascale: rank {first} failed first{fell}; logs of the ranks: {attempt_folder}", 1
+
+
+def _describe_kill(error: Any, attempt_folder: Path, reports: list[tuple[bool, int, int, str]]) -> str:
+    """Which rank was killed: one that torch saw end by a signal of its own, else those that left no report of a lost peer."""
+    rank, failure = error.get_first_failure()
+    code, how = failure.exitcode, "a rank was killed from outside (out of memory?)"
+    for other, seen in sorted(error.failures.items()):
+        if seen.exitcode < 0 and -seen.exitcode != signal.SIGTERM:
+            rank, code = other, seen.exitcode
+            break
+    where = f"logs of the ranks: {attempt_folder}"
+    if code < 0 or not reports:
+        return f"megascale: rank {rank} ended with exit code {code}: {how}; {where}"
+    silent = sorted({int(path.name) for path in attempt_folder.iterdir() if path.name.isdigit()} - {report[2] for report in reports})
+    if silent:
+        who = f"rank {silent[0]}" if len(silent) == 1 else f"one of the ranks {silent}"
+        return f"megascale: {who} ended without a word and the others lost it: {how}; {where}"
+    return f"{reports[0][3]}\n\nmegascale: rank {rank} ended with exit code {code}: all ranks lost a peer; {where}"
+
+
+def stdout_has_no_reader() -> bool:
+    """True when standard output is a pipe whose other end is closed."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (AttributeError, OSError, ValueError):  # no such call, or no file
+        return False

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megascale.cli.errors import UserError, nearest
+from lightning_megascale.cli.values import check_run_length, wrong_type
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
+
+OWN_MODEL = (
+    "A model of your own is a file: write _target_: module.Class and its arguments to FOLDER/model/NAME.yaml, "
+    "then say model=NAME --config-dir FOLDER"
+)
 
 
 @dataclass(frozen=True)
@@ -30,9 +36,15 @@ def make_plan(values: Mapping[str, Any], world_size: int) -> ParallelPlan:
         UserError: listing every rule that the plan violates.
     """
     try:
-        return ParallelPlan.from_dict(values).resolve(world_size)
+        plan = ParallelPlan.from_dict(values)
     except ValueError as error:
         raise UserError(str(error)) from error
+    try:
+        return plan.resolve(world_size)
+    except ValueError as error:
+        others = 0 if plan.check_without_world() else plan.model_parallel_size
+        remedy = f"\nStart as many ranks as it needs: launch.ranks={others}" if others and world_size % others else ""
+        raise UserError(f"{error}{remedy}") from error
 
 
 def add_batch(plan: ParallelPlan, total: int, micro_size: int | None) -> tuple[ParallelPlan, str]:
@@ -79,10 +91,16 @@ def check_model(model: Any, sequence_length: int) -> None:
     if not isinstance(model, dict) or not model:
         raise UserError("there is no model: choose one with model=NAME, or give model._target_")
     if "_target_" in model:
-        check_calls("model", model)
+        try:
+            check_calls("model", model)
+        except UserError as error:
+            raise UserError(f"{error}\n{OWN_MODEL}") from error
         return
     from lightning_megascale.models.config import DecoderConfig
 
+    fields = dataclasses.fields(DecoderConfig)
+    annotations = {field.name: f"{field.type} | None" if field.default is None else field.type for field in fields}
+    check_types("model", annotations, model)
     try:
         decoder = DecoderConfig.from_dict(model)
     except (ValueError, TypeError) as error:
@@ -142,6 +160,7 @@ def check_arguments(section: str, function: Callable[..., Any], given: Mapping[s
         UserError: for one that is not, with the nearest.
     """
     parameters = inspect.signature(function).parameters
+    check_types(section, {name: parameter.annotation for name, parameter in parameters.items()}, given)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for name in given:
@@ -149,18 +168,81 @@ def check_arguments(section: str, function: Callable[..., Any], given: Mapping[s
             raise UserError(f"{section}: {given['_target_']} takes no argument {name!r}{nearest(name, parameters)}")
 
 
-def check_optim(optim: Any) -> None:
-    """The keys of ``optim`` are arguments of ``build_optimizer``, those of ``optim.schedule`` of its kind of schedule.
+def check_types(section: str, annotations: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Where a number is wanted, there is one.
 
     Raises:
-        UserError: for a key that is not, with the nearest, and for one that is missing.
+        UserError: with every key that has something else.
+    """
+    rules = [(name, value, wrong_type(annotations[name], value)) for name, value in given.items() if name in annotations]
+    wrong = [f"{section}.{name}={value}: {rule}" for name, value, rule in rules if rule and not isinstance(value, dict)]
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def check_data(data: Any) -> None:
+    """The values of our own text data are in range and its cache can be written, which its shards else find out on a rank.
+
+    Raises:
+        UserError: naming key and value.
+    """
+    if not isinstance(data, dict) or data.get("_target_") != "lightning_megascale.data.datamodule.TextDataModule":
+        return
+    from lightning_megascale.data.cache import check_place
+    from lightning_megascale.data.datamodule import TextDataModule
+
+    try:
+        module = TextDataModule(**{name: value for name, value in data.items() if not name.startswith("_")})
+    except ValueError as error:
+        raise UserError("\n".join(f"data.{line}" for line in str(error).splitlines())) from error
+    try:
+        check_place(module.folder)
+    except ValueError as error:
+        raise UserError(f"data: {error}") from error
+
+
+def check_optim(optim: Any, trainer: Mapping[str, Any] | None = None) -> None:
+    """``optim`` fits ``build_optimizer``, ``optim.schedule`` its kind of schedule, and the schedule the length of the run.
+
+    Raises:
+        UserError: for a key that does not exist, with the nearest, one that is missing, and a value out of range.
     """
     if optim is None:
         return
     from lightning_megascale.module import MegascaleModule
+    from lightning_megascale.optim import check_values
 
-    optimizer = {name: value for name, value in optim.items() if name != "schedule"}
+    if not isinstance(optim, dict):
+        raise UserError(f"optim={optim}: must be one of the optim group, such as optim=adamw")
+    optimizer, schedule = {name: value for name, value in optim.items() if name != "schedule"}, optim.get("schedule")
+    if schedule is not None and not isinstance(schedule, dict):
+        raise UserError(f"optim.schedule={schedule}: must be null, or kind and the steps of a schedule")
     try:
-        MegascaleModule(optimizer=optimizer, schedule=optim.get("schedule"))
+        MegascaleModule(optimizer=optimizer, schedule=schedule)
     except ValueError as error:
         raise UserError(f"optim: {error}") from error
+    try:
+        check_values(**optimizer)
+    except ValueError as error:
+        raise UserError("\n".join(f"optim.{line.removeprefix('optimizer ')}" for line in str(error).splitlines())) from error
+    if schedule is not None:
+        _check_schedule(schedule)
+        if trainer is not None:
+            check_run_length(schedule, trainer)
+
+
+def _check_schedule(schedule: Mapping[str, Any]) -> None:
+    """The values of a schedule whose keys are right, whatever the length of the run."""
+    from lightning_megascale.optim import schedule_function
+
+    kind = schedule.get("kind", "cosine")
+    arguments = {name: value for name, value in schedule.items() if name != "kind"}
+    if kind == "cosine" and "total_steps" not in arguments:
+        warmup = arguments.get("warmup_steps")
+        arguments["total_steps"] = warmup + 1 if isinstance(warmup, int) else 1
+    if kind == "wsd":
+        arguments.setdefault("stable_steps", 0)
+    try:
+        schedule_function(kind)(**arguments)
+    except ValueError as error:
+        raise UserError(f"optim.schedule.{error}") from error

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_megascale import commit_record
 from lightning_megascale.cli.errors import UserError, nearest
 
 _IDENTITY = ("model", "optim", "data", "seed", "batch.global_size", "batch.sequence_length")
 _NEUTRAL = ("data.cache_dir", "data.num_workers", "data.batch_size")  # where and how data is read, not which
 _LENGTH = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "trainer.limit_train_batches", "trainer.overfit_batches")
-_CONFIG, _FINISHED, _EARLIER = "config.json", "finished.json", "earlier"
-_STAYS = (".hydra", "logs", _EARLIER)
+_CONFIG, _FINISHED, _EARLIER, _LOCK = "config.json", "finished.json", "earlier", "run.lock"
+# What a run leaves in its folder; .hydra, logs and run.lock belong to the present start already.
+_WRITTEN = ("checkpoints", "metrics", "tensorboard", "wandb", "lightning_logs", "loss.png", _CONFIG, _FINISHED)
+_SECTIONS = ("run", "model", "data", "trainer", "batch")  # of every config of ours
 
 
 @dataclass(frozen=True)
@@ -34,16 +40,16 @@ def decide(options: dict[str, Any]) -> Start:
 
     Raises:
         UserError: when the folder holds a run of another model, optimizer or data, naming the differing keys and the two ways
-            out; when ``resume`` names a checkpoint that does not exist.
+            out; when ``resume`` names a checkpoint that does not exist; when the folder's ``config.json`` is not one of ours.
     """
     folder, resume = Path(options["run"]["dir"]), options["resume"]
+    saved = _read_config(folder)
     if resume == "never":
         return Start()
     if resume != "auto":
         return Start(_existing(Path(resume), folder))
     checkpoint = last_checkpoint(folder)
-    saved = _read(folder / _CONFIG)
-    finished = _read(folder / _FINISHED)
+    finished = read_finished(str(folder))
     if checkpoint is None and finished is None:
         return Start()
     if saved is not None:
@@ -54,9 +60,9 @@ def decide(options: dict[str, Any]) -> Start:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint of a run: a file or folder ``*.ckpt`` (writers use another name until it is whole)."""
-    found = [path for path in (folder / "checkpoints").glob("*.ckpt") if not path.is_symlink()]
-    return str(max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))) if found else None
+    """The newest complete checkpoint of a run, by the step and then the time that were written into it."""
+    found = commit_record.complete(folder / "checkpoints")
+    return str(found[-1][1]) if found else None
 
 
 def write_config(options: dict[str, Any]) -> None:
@@ -73,20 +79,60 @@ def write_finished(options: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 def read_finished(run_dir: str) -> dict[str, Any] | None:
-    """What ``write_finished`` left."""
-    return _read(Path(run_dir) / _FINISHED)
+    """What ``write_finished`` left; None when that is damaged: the run is then not finished."""
+    result = _read(Path(run_dir) / _FINISHED)
+    return result if isinstance(result, dict) and {"fingerprint", "step"} <= result.keys() else None
+
+
+@contextmanager
+def claim(run_dir: str) -> Iterator[None]:
+    """Holds the run folder while a run is going on. By the process that starts it; a process that ends, however, lets go.
+
+    Raises:
+        UserError: when another process holds it.
+    """
+    folder = Path(run_dir)
+    try:
+        import fcntl
+
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except (ImportError, OSError):  # nothing to lock with; what cannot be written says so itself
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"{folder} is in use: another process trains in it at this moment. Wait until it ends, or give this run a folder of its own "
+            "with run.name=NEW"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_name(run: Any) -> None:
+    """Raises a UserError for a run without a name or a folder: what it would write, and move, are other runs."""
+    for key in ("name", "dir"):
+        if not str(run[key]).strip():
+            raise UserError(f"run.{key}={run[key]!r}: must not be empty; leave it out, or say run.name=NEW")
 
 
 def move_earlier(run_dir: str) -> Path | None:
-    """Moves what an earlier run left in the folder to ``earlier/N``: starting over deletes nothing.
+    """Moves what an earlier run left in the folder to ``earlier/N``: starting over deletes nothing, and touches nothing else.
 
     Returns:
-        That folder, or None when there was nothing to move.
+        That folder, or None when no run of ours has been there.
     """
     folder = Path(run_dir)
-    old = [path for path in folder.iterdir() if path.name not in _STAYS] if folder.is_dir() else []
-    if not old:
+    if _read_config(folder) is None:
         return None
+    old = [folder / name for name in _WRITTEN if (folder / name).exists()]
     number = 1 + max((int(path.name) for path in (folder / _EARLIER).glob("*") if path.name.isdigit()), default=0)
     target = folder / _EARLIER / str(number)
     target.mkdir(parents=True)
@@ -139,8 +185,25 @@ def _existing(path: Path, folder: Path) -> str:
     raise UserError(f"resume={path}: there is no such checkpoint{near}; resume is auto, never, or a checkpoint's path")
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.is_file() else None
+def _read(file: Path) -> Any:
+    """The content; None when there is no file or no JSON in it."""
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    file = folder / _CONFIG
+    saved = _read(file)
+    if isinstance(saved, dict) and all(name in saved for name in _SECTIONS):
+        return saved
+    if file.exists():
+        raise UserError(
+            f"{file} is not the config of a run (damaged, or another program's), so what this folder holds is unknown: "
+            "give this run a folder of its own with run.name=NEW, or move that file away"
+        )
+    return None
 
 
 def _write(file: Path, values: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import hydra
@@ -13,10 +13,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_megascale.cli import config, launch, prepare, resume
+from lightning_megascale.cli import config, launch, prepare, resume, values
 from lightning_megascale.cli.errors import UserError, explain, stop
 
 _ASKED = os.environ.get("HYDRA_FULL_ERROR")
+_COMPOSED: list[bool] = []  # not empty while a run is ours, no longer Hydra's
 _RESULTS: list[tuple[str, dict[str, Any] | None]] = []  # of a sweep's runs
 
 
@@ -24,6 +25,8 @@ def main() -> None:
     """The verb. A user's mistake ends it with exit code 2 and one message from one rank."""
     sys.argv[1:] = flags_first(sys.argv[1:])
     config.register(_config_dirs(sys.argv[1:]))
+    config.note_swept(sys.argv[1:])
+    _COMPOSED.clear()
     if launch.rank() > 0:  # one rank writes the run's .hydra folder
         sys.argv.append("hydra.output_subdir=null")
     try:
@@ -32,6 +35,9 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:
+        if isinstance(error, OSError) and not _COMPOSED and explain(error) is None:  # Hydra makes the run's folder before it calls us
+            place = f"cannot make or write the run's folder: {error.strerror}: {error.filename}"
+            stop(error, f"run.dir: {place}; choose another with run.dir=FOLDER", show=launch.rank() == 0)
         _stop_if_user_error(error)
         raise
     _print_sweep()
@@ -83,16 +89,19 @@ def _config_dirs(arguments: list[str]) -> tuple[str, ...]:
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="train")
 def _compose_and_run(cfg: DictConfig) -> None:
+    _COMPOSED.append(True)
     with _environment("HYDRA_FULL_ERROR", _ASKED):
         try:
             _run(cfg)
         except Exception as error:  # here already, because Hydra would add a line of its own
             _stop_if_user_error(error)
             raise
+    _COMPOSED.clear()
 
 
 def _run(cfg: DictConfig) -> None:
     """One run: alone, or one of a sweep."""
+    resume.check_name(cfg.run)
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and launch.inside_launcher():
         raise UserError("a sweep starts the ranks of its runs one after the other: run megascale train itself, not inside a launcher")
@@ -102,14 +111,16 @@ def _run(cfg: DictConfig) -> None:
             cfg[group] = None
     ranks = launch.world_size() if launch.inside_launcher() else number_of_ranks(cfg.launch.ranks)
     ready = finish(cfg, ranks)
-    start = resume.decide(ready.options)
-    if start.finished is None:
-        check(ready.options, ranks)
-        start_ranks(ready, ranks)
-    elif launch.rank() == 0:
-        print(finished_line(ready.options, start.finished), flush=True)
+    values.check_values(ready.options)
+    with resume.claim(ready.options["run"]["dir"]) if launch.rank() == 0 else nullcontext():
+        start = resume.decide(ready.options)
+        if start.finished is None:
+            check(ready.options, ranks)
+            start_ranks(ready, ranks)
+        elif launch.rank() == 0:
+            print(finished_line(ready.options, start.finished), flush=True)
     if in_sweep:
-        _RESULTS.append((HydraConfig.get().job.override_dirname, resume.read_finished(ready.options["run"]["dir"])))
+        _RESULTS.append((config.swept(HydraConfig.get()), resume.read_finished(ready.options["run"]["dir"])))
 
 
 def number_of_ranks(asked: Any) -> int:
@@ -146,12 +157,15 @@ def check(options: dict[str, Any], ranks: int) -> None:
     Raises:
         UserError: for the first thing that cannot work.
     """
+    if launch.rank() == 0:
+        values.check_logger(options["logger"])
     prepare.check_model(options["model"], options["batch"]["sequence_length"])
     if not launch.inside_launcher():
         launch.warm_up(ranks, options["launch"]["start_method"])
-    prepare.check_optim(options["optim"])
+    prepare.check_optim(options["optim"], options["trainer"])
     for section in ("data", "callbacks", "logger"):
         prepare.check_calls(section, options[section])
+    prepare.check_data(options["data"])
 
 
 def start_ranks(ready: prepare.Prepared, ranks: int) -> None:
@@ -178,7 +192,7 @@ def finished_line(options: dict[str, Any], result: dict[str, Any]) -> str:
     name = options["run"]["dir"]
     loss = f", val loss {result['val_loss']:.3f}" if result.get("val_loss") is not None else ""
     return (
-        f"{name} is finished: {result['step']} steps{loss}; checkpoint {result['checkpoint']}\n"
+        f"{name} is finished: {result['step']} steps{loss}; checkpoint {result.get('checkpoint')}\n"
         "Another run: run.name=NEW; the same one from the start: resume=never"
     )
 

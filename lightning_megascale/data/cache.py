@@ -18,6 +18,8 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # network file systems mounted without locks
 
+_NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+
 
 def build_once(folder: Path, build: Callable[[Path], None], timeout_seconds: float = 120.0) -> Path:
     """Makes sure that ``folder`` holds what ``build`` writes, whoever builds it, and returns it.
@@ -35,21 +37,42 @@ def build_once(folder: Path, build: Callable[[Path], None], timeout_seconds: flo
         TimeoutError: naming the process that holds the lock.
         ValueError: when the place cannot be written.
     """
+    check_place(folder)
     if defect(folder) is None:
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(folder.name + ".lock"), timeout_seconds) as locked:
             if defect(folder) is not None:  # still: nobody built it while this process waited
                 if locked:
                     for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):  # of builders that were killed
                         shutil.rmtree(leftover, ignore_errors=True)
                 _build(folder, build)
-    except PermissionError as error:
-        raise ValueError(
-            f"cache_dir={str(folder.parent)!r} cannot be written ({error}): set MEGASCALE_CACHE or cache_dir to a folder that can"
-        ) from error
+    except OSError as error:
+        if error.errno in _NO_PLACE:
+            raise _unwritable(folder, error) from error
+        raise
     return folder
+
+
+def check_place(folder: Path) -> None:
+    """Makes the folder that ``folder`` lies in, unless ``folder`` is there.
+
+    Raises:
+        ValueError: when that folder cannot be made or written.
+    """
+    try:
+        if folder.is_dir():
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if not os.access(folder.parent, os.W_OK | os.X_OK):
+        raise _unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder.parent)))
+
+
+def _unwritable(folder: Path, error: OSError) -> ValueError:
+    place = str(folder.parent)
+    return ValueError(f"cache_dir={place!r} cannot be written ({error}): set MEGASCALE_CACHE or cache_dir to a folder that can")
 
 
 def defect(folder: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -32,10 +33,10 @@ class Signal(Callback):
             os.kill(os.getpid(), self.number)
 
 
-def fit(folder, *callbacks, **arguments):
+def fit(folder, *callbacks, ckpt_path=None, **arguments):
     checkpoint = RunCheckpoint(
         dirpath=folder,
-        filename="step={step}",
+        filename="step-{step}",
         auto_insert_metric_name=False,
         monitor="step",
         mode="max",
@@ -46,15 +47,14 @@ def fit(folder, *callbacks, **arguments):
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=10,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[checkpoint, *callbacks],
-        **arguments,
+        **{"max_steps": 10, **arguments},
     )
     module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(64, 2), batch_size=2), ckpt_path=arguments.get("ckpt_path"))
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(64, 2), batch_size=2), ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -64,9 +64,9 @@ def names(folder):
 
 def test_the_last_step_is_always_written(tmp_path):
     module, _ = fit(tmp_path)
-    assert names(tmp_path) == ["last.ckpt", "step=10.ckpt", "step=8.ckpt"]
-    assert os.readlink(tmp_path / "last.ckpt") == "step=10.ckpt"
-    saved = torch.load(tmp_path / "step=10.ckpt", weights_only=False)
+    assert names(tmp_path) == ["last.ckpt", "step-10.ckpt", "step-8.ckpt"]
+    assert os.readlink(tmp_path / "last.ckpt") == "step-10.ckpt"
+    saved = torch.load(tmp_path / "step-10.ckpt", weights_only=False)
     assert saved["global_step"] == 10 and torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight.detach())
 
 
@@ -76,13 +76,13 @@ def test_a_signal_stops_after_the_step_that_it_met(tmp_path, number):
     with pytest.raises(RunInterrupted) as error:
         fit(tmp_path, Signal(5, number), accumulate_grad_batches=2)
     assert (error.value.signum, error.value.step) == (number, 3)  # batch 5 is the second of step 3
-    assert names(tmp_path) == ["last.ckpt", "step=3.ckpt"]
+    assert names(tmp_path) == ["last.ckpt", "step-3.ckpt"]
     assert signal.getsignal(number) == before
 
 
 def test_a_signal_in_the_last_step_is_an_end_as_ever(tmp_path):
     fit(tmp_path, Signal(9, signal.SIGINT))
-    assert names(tmp_path) == ["last.ckpt", "step=10.ckpt", "step=8.ckpt"]
+    assert names(tmp_path) == ["last.ckpt", "step-10.ckpt", "step-8.ckpt"]
 
 
 def test_a_signal_waits_for_the_end_of_an_accumulation(tmp_path):
@@ -94,3 +94,47 @@ def test_a_signal_waits_for_the_end_of_an_accumulation(tmp_path):
 def test_how_often_ranks_agree_is_checked():
     with pytest.raises(ValueError, match="agree_every_n_steps=0: must be at least 1"):
         RunCheckpoint(agree_every_n_steps=0)
+
+
+def test_after_a_resume_last_is_the_newest_and_the_old_ones_go(tmp_path):
+    fit(tmp_path, max_steps=4)  # this checkpoint knows of no last.ckpt: it was written before
+    fit(tmp_path, ckpt_path=str(tmp_path / "step-4.ckpt"))
+    assert names(tmp_path) == ["last.ckpt", "step-10.ckpt", "step-8.ckpt"]
+    fit(tmp_path, ckpt_path=str(tmp_path / "step-10.ckpt"), max_steps=13)
+    assert names(tmp_path) == ["last.ckpt", "step-12.ckpt", "step-13.ckpt"]
+    assert os.readlink(tmp_path / "last.ckpt") == "step-13.ckpt"
+    fit(tmp_path, ckpt_path=str(tmp_path / "step-12.ckpt"), max_steps=13)  # the same step again
+    assert names(tmp_path) == ["last.ckpt", "step-12.ckpt", "step-13.ckpt"]
+
+
+def test_what_the_folder_holds_counts_when_the_checkpoint_does_not_know_it(tmp_path):
+    """After another every_n_train_steps Lightning finds no state of the callback in the checkpoint."""
+    for step in (6, 8, 10, 12):
+        folder = tmp_path / f"step-{step}.ckpt"
+        folder.mkdir()
+        (folder / ".metadata").touch()
+        (folder / "megascale.json").write_text(f'{{"step": {step}, "files": {{}}}}')
+    checkpoint = RunCheckpoint(dirpath=tmp_path, monitor="step", mode="max", save_top_k=2)
+    trainer = SimpleNamespace(global_step=10, strategy=SimpleNamespace(broadcast=lambda value: value))
+    checkpoint._count_what_is_there(trainer)
+    assert [(os.path.basename(path), score) for path, score in checkpoint.best_k_models.items()] == [
+        ("step-10.ckpt", 10),
+        ("step-8.ckpt", 8),
+    ]
+    assert checkpoint.kth_best_model_path.endswith("step-8.ckpt") and checkpoint.kth_value == 8
+    assert checkpoint.best_model_path.endswith("step-10.ckpt")
+
+
+class Epochs(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen.append(trainer.current_epoch)
+
+
+def test_a_run_made_longer_goes_on_in_its_epoch(tmp_path):
+    fit(tmp_path, max_steps=10)
+    epochs = Epochs()
+    fit(tmp_path, epochs, ckpt_path=str(tmp_path / "step-10.ckpt"), max_steps=34)  # 32 batches an epoch
+    assert epochs.seen == [0] * 22 + [1] * 2

@@ -98,3 +98,30 @@ def test_without_arguments_it_takes_the_command_line_and_ends_with_its_code(
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
+
+
+def test_an_export_goes_beside_the_folder_that_runs_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(tmp_path / "checkpoints" / "step-3.ckpt", {"global_step": 3}, nn.Linear(2, 2))
+    assert main(["export", str(tmp_path / "checkpoints" / "step-3.ckpt")]) == 0
+    assert (tmp_path / "step-3-export.ckpt").is_file()
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    assert main(["export", "step-3.ckpt", "format=safetensors"]) == 0
+    assert (tmp_path / "step-3-export").is_dir()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3.ckpt"]
+
+
+@pytest.mark.parametrize("verb", ["export", "reshard"])
+def test_a_place_that_cannot_be_written_is_one_message(verb: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "file").touch()
+    assert main([verb, str(folder / "run" / "epoch=0-step=3.ckpt"), str(folder / "file" / "x.ckpt")]) == 2
+    assert "x.ckpt cannot be written: " in capsys.readouterr().err
+    assert main([verb, str(folder / "run" / "epoch=0-step=3.ckpt"), "/proc/x.ckpt"]) == 2  # for root, too
+    assert "/proc/x.ckpt cannot be written: " in capsys.readouterr().err
+
+
+def test_tied_parameters_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    checkpoints.save(tmp_path / "tied.ckpt", {"global_step": 3}, model)
+    assert main(["check", str(tmp_path / "tied.ckpt")]) == 0
+    assert "15 elements, 60 B" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Every recipe and option composes; the schema follows Lightning and ParallelPlan; mistakes are named; nothing imports torch too early."""
 
 import dataclasses
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -10,9 +11,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_megascale.cli import config, launch, prepare, train
+from lightning_megascale.cli import config, launch, prepare, train, values
 from lightning_megascale.cli.__main__ import VERBS
-from lightning_megascale.cli.errors import MOVED
+from lightning_megascale.cli.errors import MOVED, UserError
 from lightning_megascale.models.config import DecoderConfig
 from lightning_megascale.models.presets import PRESETS
 from lightning_megascale.plan import ParallelPlan
@@ -81,6 +82,12 @@ def fails(capsys, monkeypatch, tmp_path, *arguments):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "warm_up", lambda *_: None)
     monkeypatch.setattr(launch, "launch", started)
+    installed = {"wandb": importlib.util, "tensorboard": None, "tensorboardX": None}
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: installed[name] if name in installed else find(name, *more))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["megascale", *arguments])
     with pytest.raises(SystemExit) as stop:
         train.main()
@@ -95,7 +102,7 @@ def fails(capsys, monkeypatch, tmp_path, *arguments):
         ("model.num_layer=3", "there is no key 'model.num_layer'; did you mean 'model.num_layers'?"),
         ("+model.nlayers=3", "decoder config has no key 'nlayers'; did you mean 'num_layers'?"),
         ("model.num_heads=7", "num_heads=7: must divide hidden_size=192"),
-        ("model.num_layers=three", "num_layers='three': must be an integer"),
+        ("model.num_layers=three", "model.num_layers=three: must be a whole number"),
         ("plan.tensorparallel=2", "there is no key 'plan.tensorparallel'; did you mean 'plan.tensor_parallel_size'?"),
         ("plan.tensor_parallel_size=two", "plan.tensor_parallel_size: Value 'two' of type 'str' could not be converted to Integer"),
         ("plan.tensor_parallel_size=3", "does not divide the 2 ranks: use a multiple of 3 ranks; nearest tensor_parallel_size: 2"),
@@ -120,6 +127,46 @@ def fails(capsys, monkeypatch, tmp_path, *arguments):
         ("resume=runs/none.ckpt", "resume=runs/none.ckpt: there is no such checkpoint"),
         ("--config-dir=nowhere", "--config-dir nowhere: there is no such folder"),
         ("~callbacks.smple", "'callbacks.smple' does not exist"),
+        ("optim.lr=abc", "optim.lr='abc': must be a finite number of at least 0"),
+        ("optim.lr=null", "optim.lr=None: must be a finite number of at least 0"),
+        ("optim.betas=0.9", "optim.betas=0.9: must be two numbers in [0, 1), such as [0.9, 0.95]"),
+        ("optim.schedule.warmup_steps=abc", "optim.schedule.warmup_steps='abc': must be an integer of at least 0"),
+        ("optim.schedule.min_ratio=abc", "optim.schedule.min_ratio='abc': must be in [0, 1]"),
+        ("trainer.max_steps=4", "trainer.max_steps=4 must exceed optim.schedule.warmup_steps=20: add optim.schedule.warmup_steps=1"),
+        (
+            "trainer.fast_dev_run=true",
+            "trainer.fast_dev_run=true must exceed optim.schedule.warmup_steps=20: add",
+        ),
+        ("optim=adamw_wsd", "trainer.max_steps=200 must be at least optim.schedule.warmup_steps=20 + optim.schedule.decay_steps=200: add"),
+        ("seed=-1", "seed=-1: must be a whole number of at least 0 and below 2**32"),
+        ("launch.start_method=forks", "launch.start_method=forks: must be forkserver or spawn; did you mean 'forkserver'?"),
+        ("launch.max_restarts=-1", "launch.max_restarts=-1: must be at least 0"),
+        (
+            "run.dir=/proc/foo",
+            "cannot make or write the run's folder: No such file or directory: /proc/foo; choose another",
+        ),
+        ("run.dir=/proc/version/x", "run.dir: cannot make or write the run's folder: Not a directory: /proc/version/x; choose another"),
+        ("data.cache_dir=/proc/version", "data: cache_dir='/proc/version' cannot be written"),
+        ("data.cache_dir=/proc/foo", "data: cache_dir='/proc/foo' cannot be written"),
+        ("model.dropout=abc", "model.dropout=abc: must be a number"),
+        ("data.num_workers=abc", "data.num_workers=abc: must be a whole number"),
+        ("data.validation_fraction=abc", "data.validation_fraction=abc: must be a number"),
+        ("data.validation_fraction=2", "data.validation_fraction=2: above 0 and below 1"),
+        (
+            "model._target_=mymod.M",
+            "its arguments to FOLDER/model/NAME.yaml and say model=NAME --config-dir FOLDER",
+        ),
+        ("+model._target_=torch.nn.Linear", "torch.nn.Linear takes no argument 'vocab_size'\nA model of your own is a file: write"),
+        ("plan.tensor_parallel_size=8", "launch.ranks=8"),
+        ("resume=atuo", "resume=atuo: there is no such checkpoint; did you mean 'auto'?"),
+        ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1.0: must be at least 0"),
+        ("trainer.max_steps=0", "trainer.max_steps=0: must be at least 1, or -1 for no limit"),
+        ("batch.sequence_length=0", "batch.sequence_length=0: must be at least 2"),
+        ("logger=tensorboard", "logger=tensorboard needs the package tensorboard: pip install tensorboard, or say logger=csv"),
+        (
+            "logger=wandb",
+            "run wandb login once (or set WANDB_API_KEY), log on this machine only with WANDB_MODE=offline, or",
+        ),
     ],
 )
 def test_a_mistake_is_named_before_anything_starts(capsys, monkeypatch, tmp_path, override, message):
@@ -128,6 +175,55 @@ def test_a_mistake_is_named_before_anything_starts(capsys, monkeypatch, tmp_path
     assert message in text
     assert text.startswith("megascale: ")
     assert "Traceback" not in text and "Error executing" not in text
+
+
+def test_ways_to_use_weights_and_biases(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.util)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    logger = {"_target_": "lightning.pytorch.loggers.WandbLogger", "offline": False}
+    with pytest.raises(UserError):
+        values.check_logger(logger)
+    values.check_logger({**logger, "offline": True})
+    for name, value in (("WANDB_API_KEY", "x"), ("WANDB_MODE", "offline"), ("WANDB_MODE", "disabled")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            values.check_logger(logger)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    values.check_logger(logger)
+
+
+def test_a_broken_file_is_named_only_when_it_is_chosen(capsys, monkeypatch, tmp_path):
+    own = tmp_path / "own"
+    (own / "model").mkdir(parents=True)
+    (own / "good.yaml").write_text("optim:\n  lr: 0.5\n")
+    (own / "broken.yaml").write_text("optim:\n  lr: [0.5\nseed: 1\n")
+    (own / "rows.yaml").write_text("- 1\n")
+    (own / "model" / "bad.yaml").write_text("a: 1\n  b: 2\n")
+    for arguments, message in (
+        (("recipe=good", "seed=-1"), "seed=-1: must be"),  # it composes
+        (("recipe=broken",), "recipe=broken: own/broken.yaml, line 3: this is no YAML"),
+        (("recipe=rows",), "own/rows.yaml: a recipe is a mapping of keys to values"),
+        (("model=bad",), "own/model/bad.yaml, line 2: this is no YAML"),
+    ):
+        code, text = fails(capsys, monkeypatch, tmp_path, *arguments, "--config-dir", "own")
+        assert code == 2 and message in text and "Traceback" not in text
+
+
+def test_a_sweeps_folders_are_named_by_what_differs(monkeypatch):
+    config.register()
+    config.note_swept(["--multirun", "optim.lr=1,2", "model.num_layers=4", "seed=range(3)", "x=[", "plan=tp2"])
+    task = ["model.num_layers=4", "seed=1", "optim.lr=1", "plan=tp2"]
+
+    def folder(**changes):
+        node = {"sweeper": {"params": None}, "overrides": {"task": task}, **changes}
+        return OmegaConf.create({"hydra": node, "name": "${sweep_folder:}"}).name
+
+    assert folder() == "optim.lr=1,seed=1"
+    assert folder(sweeper={"params": {"plan": "tp1,tp2"}}) == "optim.lr=1,plan=tp2,seed=1"
+    names = [folder(overrides={"task": [f"optim.lr={'9' * 300}{end}"]}) for end in "12"]
+    assert names[0] != names[1] and {len(name) for name in names} == {100}
 
 
 def test_only_the_first_rank_speaks(capsys, monkeypatch, tmp_path):

@@ -44,7 +44,8 @@ def failed(folder, rank, text, nanoseconds):
 
 
 def told(folder, seen=0, code=1):
-    return launch.describe_failure(SimpleNamespace(get_first_failure=lambda: (seen, SimpleNamespace(exitcode=code))), folder)
+    failure = SimpleNamespace(exitcode=code)
+    return launch.describe_failure(SimpleNamespace(get_first_failure=lambda: (seen, failure), failures={seen: failure}), folder)
 
 
 def test_a_lost_peer_explains_nothing(tmp_path):
@@ -61,6 +62,23 @@ def test_only_lost_peers_mean_a_killed_rank(tmp_path):
     failed(tmp_path, 0, "RuntimeError: Connection reset by peer", 1)
     message, code = told(tmp_path, seen=1, code=-9)
     assert code == 1 and "rank 1 ended with exit code -9: a rank was killed from outside (out of memory?)" in message
+
+
+def test_the_killed_rank_is_the_one_that_left_no_report(tmp_path):
+    """torch names the rank whose exit it saw first, here the one that lost its peer."""
+    failed(tmp_path, 0, "RuntimeError: Connection closed by peer", 1)
+    (tmp_path / "1").mkdir()
+    message, code = told(tmp_path, seen=0, code=1)
+    assert code == 1 and message.startswith("megascale: rank 1 ended without a word and the others lost it: a rank was killed from outside")
+
+
+def test_a_closed_pipe_is_seen(monkeypatch):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert not launch.stdout_has_no_reader()
+        os.close(reading)
+        assert launch.stdout_has_no_reader()
 
 
 def test_a_users_error_is_shown_once(tmp_path):

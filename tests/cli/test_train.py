@@ -1,5 +1,6 @@
 """``megascale train``: resume rules, and real runs on two ranks (finished, interrupted, refused, failing, in a sweep, in torchrun)."""
 
+import contextlib
 import json
 import os
 import re
@@ -40,13 +41,19 @@ def options(folder, **changes):
 
 @pytest.fixture
 def begun(tmp_path):
-    """A run folder with two checkpoints, the older one with the higher name."""
+    """A run folder with two checkpoints; the one of the earlier step was touched last and has the higher name."""
     resume.write_config(options(tmp_path))
-    for number, name in enumerate(("step=9.ckpt", "step=10.ckpt")):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        os.utime(tmp_path / "checkpoints" / name, ns=(number, number))
-    (tmp_path / "checkpoints" / "last.ckpt").symlink_to("step=9.ckpt")
+    for step in (10, 9):
+        whole(tmp_path / "checkpoints" / f"step-{step}.ckpt", step)
+    (tmp_path / "checkpoints" / "last.ckpt").symlink_to("step-9.ckpt")
     return tmp_path
+
+
+def whole(folder, step, time="2026-01-01T00:00:00+0000"):
+    """What is looked at of a complete checkpoint."""
+    folder.mkdir(parents=True)
+    (folder / ".metadata").touch()
+    (folder / "megascale.json").write_text(json.dumps({"step": step, "time": time, "files": {}}))
 
 
 def test_an_empty_folder_starts(tmp_path):
@@ -56,13 +63,13 @@ def test_an_empty_folder_starts(tmp_path):
 
 
 def test_an_interrupted_run_goes_on_from_the_newest_checkpoint(begun):
-    assert resume.decide(options(begun)) == resume.Start(f"{begun}/checkpoints/step=10.ckpt", None)
+    assert resume.decide(options(begun)) == resume.Start(f"{begun}/checkpoints/step-10.ckpt", None)
 
 
 def test_a_finished_run_is_finished_until_it_is_made_longer(begun):
     resume.write_finished(options(begun), {"step": 4})
     assert resume.decide(options(begun, callbacks__a=2)).finished["step"] == 4
-    assert resume.decide(options(begun, trainer__max_steps=8)) == resume.Start(f"{begun}/checkpoints/step=10.ckpt", None)
+    assert resume.decide(options(begun, trainer__max_steps=8)) == resume.Start(f"{begun}/checkpoints/step-10.ckpt", None)
     resume.write_config(options(begun, trainer__max_steps=8))
     assert resume.decide(options(begun)).finished is None
 
@@ -90,19 +97,92 @@ def test_another_run_in_the_same_folder_is_refused(begun, key, value, row):
     ("key", "value"), [("batch__micro_size", 4), ("plan__tensor_parallel_size", 2), ("data__cache_dir", "/x"), ("callbacks__a", 2)]
 )
 def test_what_a_resume_may_change(begun, key, value):
-    assert resume.decide(options(begun, **{key: value})).checkpoint.endswith("step=10.ckpt")
+    assert resume.decide(options(begun, **{key: value})).checkpoint.endswith("step-10.ckpt")
 
 
 def test_a_changed_batch_can_be_meant(begun):
     changed = options(begun, batch__global_size=32, plan__allow_batch_change=True)
-    assert resume.decide(changed).checkpoint.endswith("step=10.ckpt")
+    assert resume.decide(changed).checkpoint.endswith("step-10.ckpt")
 
 
 def test_resume_by_path(begun):
-    path = f"{begun}/checkpoints/step=9.ckpt"
+    path = f"{begun}/checkpoints/step-9.ckpt"
     assert resume.decide(options(begun, resume=path, optim__lr=0.5)) == resume.Start(path, None)
-    with pytest.raises(UserError, match=r"no such checkpoint; did you mean '.*step=9.ckpt'"):
-        resume.decide(options(begun, resume=f"{begun}/checkpoints/step=99.ckpt"))
+    with pytest.raises(UserError, match=r"no such checkpoint; did you mean '.*step-9.ckpt'"):
+        resume.decide(options(begun, resume=f"{begun}/checkpoints/step-99.ckpt"))
+
+
+def test_only_complete_checkpoints_of_ours_are_resumed_from(begun):
+    """The step decides, then the time that was written into it; exports and torn folders do not count."""
+    checkpoints = begun / "checkpoints"
+    (checkpoints / "last-export.ckpt").write_bytes(b"PK\x03\x04")
+    for number, lacking in enumerate((".metadata", "megascale.json")):
+        whole(checkpoints / f"step-{20 + number}.ckpt", 20 + number)
+        (checkpoints / f"step-{20 + number}.ckpt" / lacking).unlink()
+    whole(checkpoints / "step-22.ckpt", 22)
+    (checkpoints / "step-22.ckpt" / "megascale.json").write_text("{")
+    assert resume.last_checkpoint(begun).endswith("step-10.ckpt")
+    whole(checkpoints / "again.ckpt", 10, "2026-01-01T00:00:01+0000")
+    assert resume.last_checkpoint(begun).endswith("again.ckpt")
+
+
+def test_starting_over_moves_nothing_of_the_users(begun):
+    (begun / ".git").mkdir()
+    (begun / "thesis.tex").touch()
+    assert resume.move_earlier(str(begun)) == begun / "earlier" / "1"
+    assert sorted(path.name for path in (begun / "earlier" / "1").iterdir()) == ["checkpoints", "config.json"]
+    assert sorted(path.name for path in begun.iterdir()) == [".git", "earlier", "thesis.tex"]
+    (begun / "checkpoints").mkdir()  # without our config.json: somebody else's
+    assert resume.move_earlier(str(begun)) is None and (begun / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"run": {', "[1]"])
+@pytest.mark.parametrize("mode", ["auto", "never"])
+def test_a_config_that_is_not_ours_is_named_and_left_alone(begun, content, mode):
+    (begun / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json is not the config of a run.*run\.name=NEW"):
+        resume.decide(options(begun, resume=mode))
+    assert (begun / "config.json").read_text() == content
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"fingerprint": "', "[1]"])
+def test_a_damaged_finished_marker_means_not_finished(begun, content):
+    (begun / "finished.json").write_text(content)
+    assert resume.decide(options(begun)) == resume.Start(f"{begun}/checkpoints/step-10.ckpt", None)
+    assert resume.read_finished(str(begun)) is None
+
+
+def test_a_run_folder_has_one_run_at_a_time(tmp_path, monkeypatch):
+    import fcntl
+
+    with resume.claim(str(tmp_path / "run")):
+        with pytest.raises(UserError, match=r"run is in use: .*run\.name=NEW"), resume.claim(str(tmp_path / "run")):
+            pass
+        with resume.claim(str(tmp_path / "other")):
+            pass
+    with resume.claim(str(tmp_path / "run")):  # free again
+        pass
+
+    def unsupported(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with resume.claim(str(tmp_path / "run")):
+        pass
+
+
+@pytest.mark.parametrize("run", [{"name": "", "dir": "runs/"}, {"name": " ", "dir": "x"}, {"name": "x", "dir": ""}])
+def test_a_run_without_a_name_is_refused(run):
+    with pytest.raises(UserError, match="must not be empty"):
+        resume.check_name(run)
+
+
+def test_two_starts_and_an_empty_name_end_with_2(tmp_path):
+    with resume.claim(str(tmp_path / "runs" / "quickstart")):
+        done = megascale("train", *TINY, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("megascale: runs/quickstart is in use"), done.stderr
+    done = megascale("train", *TINY, "run.name=", "resume=never", cwd=tmp_path)
+    assert done.returncode == 2 and "run.name='': must not be empty" in done.stderr, done.stderr
 
 
 def test_never_keeps_the_earlier_runs(begun):
@@ -110,7 +190,7 @@ def test_never_keeps_the_earlier_runs(begun):
     (begun / "logs").mkdir()
     assert resume.move_earlier(str(begun)) == begun / "earlier" / "1"
     assert sorted(path.name for path in begun.iterdir()) == ["earlier", "logs"]
-    assert resume.last_checkpoint(begun / "earlier" / "1").endswith("step=10.ckpt")
+    assert resume.last_checkpoint(begun / "earlier" / "1").endswith("step-10.ckpt")
     assert resume.move_earlier(str(begun)) is None
     resume.write_config(options(begun))
     assert resume.move_earlier(str(begun)) == begun / "earlier" / "2"
@@ -139,7 +219,7 @@ def test_train_then_finished_then_refused_then_never(tmp_path):
         "run    runs/quickstart",
         "the model writes:",
         "what to try next:",
-        "checkpoint  runs/quickstart/checkpoints/step=4.ckpt",
+        "checkpoint  runs/quickstart/checkpoints/step-4.ckpt",
         "loss curve  runs/quickstart/loss.png",
     ):
         assert line in done.stdout, done.stdout
@@ -194,7 +274,7 @@ def test_a_failing_rank_is_named_and_the_run_goes_on_later(tmp_path):
     assert done.stderr.count("RuntimeError: boom on rank 1") == 1 and done.stderr.count("Traceback") == 1
     assert "rank 1 failed first" in done.stderr
     again = megascale("train", *TINY, saving, cwd=tmp_path)
-    assert again.returncode == 0 and "resumes from runs/quickstart/checkpoints/step=2.ckpt" in again.stdout, again.stderr
+    assert again.returncode == 0 and "resumes from runs/quickstart/checkpoints/step-2.ckpt" in again.stdout, again.stderr
     whole = megascale("train", *TINY, "run.name=whole", cwd=tmp_path)
     assert whole.returncode == 0
     expected = losses(tmp_path / "runs" / "whole")
@@ -208,10 +288,10 @@ def test_an_interrupted_run_writes_a_checkpoint_and_goes_on(tmp_path):
     done = megascale("train", *TINY, *stopping, cwd=tmp_path)
     assert done.returncode == 130, done.stdout + done.stderr
     said = re.search(r"stopped by SIGINT after step (\d)", done.stdout)
-    assert said and (tmp_path / f"runs/quickstart/checkpoints/step={said[1]}.ckpt").exists()
+    assert said and (tmp_path / f"runs/quickstart/checkpoints/step-{said[1]}.ckpt").exists()
     assert not (tmp_path / "runs/quickstart/finished.json").exists()
     again = megascale("train", *TINY, cwd=tmp_path)
-    assert again.returncode == 0 and f"resumes from runs/quickstart/checkpoints/step={said[1]}.ckpt" in again.stdout, again.stderr
+    assert again.returncode == 0 and f"resumes from runs/quickstart/checkpoints/step-{said[1]}.ckpt" in again.stdout, again.stderr
     assert list(losses(tmp_path / "runs" / "quickstart")) == [0, 1, 2, 3]
 
 
@@ -220,13 +300,13 @@ def test_restarts_go_on_from_the_last_checkpoint(tmp_path):
     arguments = ["callbacks.checkpoint.every_n_train_steps=2", "launch.max_restarts=1"]
     done = megascale("train", *TINY, *arguments, *failing(tmp_path, rank=1, step=3), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("resumes from runs/quickstart/checkpoints/step=2.ckpt") == 1
+    assert done.stdout.count("resumes from runs/quickstart/checkpoints/step-2.ckpt") == 1
     assert list(losses(tmp_path / "runs" / "quickstart")) == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
 def test_a_users_error_on_the_ranks_is_one_message(tmp_path):
-    arguments = ["trainer.max_steps=2", "launch.ranks=2", "model=tiny"]
+    arguments = ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "launch.ranks=2", "model=tiny"]
     done = megascale("train", *arguments, cwd=tmp_path)
     assert (done.returncode, done.stderr.splitlines()) == (
         2,
@@ -367,3 +447,41 @@ def test_ctrl_c_on_a_terminal(tmp_path):
     assert "Traceback" not in text and re.search(r"stopped by SIGINT after step \d+", text), text[-2000:]
     left = subprocess.run(["ps", "-o", "stat=", "-s", str(pid)], capture_output=True, text=True, check=False).stdout.split()
     assert [state for state in left if not state.startswith("Z")] == []
+
+
+def test_ranks_end_with_a_command_that_is_killed(tmp_path):
+    """``kill -9`` of the command leaves nothing behind, and the ranks still write a checkpoint."""
+    command = [sys.executable, "-m", "lightning_megascale.cli", "train", *TINY, "trainer.max_steps=5000"]
+    train = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+    def left():
+        states = subprocess.run(["ps", "-o", "stat=", "-s", str(train.pid)], capture_output=True, text=True, check=False).stdout.split()
+        return [state for state in states if not state.startswith("Z")]
+
+    def wait_for(what, seconds):
+        end = time.monotonic() + seconds
+        while not what() and time.monotonic() < end:
+            time.sleep(0.2)
+        return what()
+
+    try:
+        assert wait_for(lambda: list(tmp_path.glob("runs/quickstart/metrics/version_*/metrics.csv")), 200)
+        train.kill()
+        train.wait()
+        assert wait_for(lambda: not left(), 60), left()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(train.pid, signal.SIGKILL)
+    assert resume.last_checkpoint(tmp_path / "runs" / "quickstart") is not None
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path):
+    command = [sys.executable, "-m", "lightning_megascale.cli", "train", *TINY, "trainer.max_steps=400"]
+    train = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert train.stdout.readline().startswith("model  decoder")
+    train.stdout.close()
+    said = train.stderr.read()
+    assert train.wait(timeout=200) in (0, 128 + signal.SIGPIPE), said
+    assert said == ""

@@ -115,3 +115,10 @@ def test_a_place_that_cannot_be_written_names_the_remedy(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "mkdir", refused)
     with pytest.raises(ValueError, match="cache_dir=.* cannot be written .*set MEGASCALE_CACHE"):
         build_once(tmp_path / "deep" / "x", write)
+
+
+def test_a_place_that_is_no_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for parent in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match="cannot be written .*: set MEGASCALE_CACHE or cache_dir to a folder that can"):
+            build_once(parent / "text", lambda folder: None)

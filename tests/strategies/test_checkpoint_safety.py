@@ -141,7 +141,7 @@ def test_check_finds_missing_cut_and_unreadable_files(tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "gone")
     (tmp_path / "gone" / shard).unlink()
     assert f"{shard} is missing" in checkpoints.check(tmp_path / "gone").problems
-    with pytest.raises(RuntimeError, match="was not loaded.*No such file"):
+    with pytest.raises(ValueError, match=rf"gone is damaged: {shard} is missing"):
         checkpoints.load(tmp_path / "gone", Net())
     shutil.copytree(whole, tmp_path / "torn")
     (tmp_path / "torn" / ".metadata").unlink()
@@ -152,6 +152,38 @@ def test_check_finds_missing_cut_and_unreadable_files(tmp_path: Path) -> None:
         model.weight[0, 0] = float("nan")
     checkpoints.save(tmp_path / "nan", {}, model)
     assert checkpoints.check(tmp_path / "nan").problems == ["weight holds NaN"]
+
+
+def _load_fails(folder: str) -> str:
+    try:
+        checkpoints.load(folder, _line(0.0))
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_cut_file_is_named_before_loading_with_the_next_older_whole_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoints.save(tmp_path / f"step-{step}.ckpt", {"global_step": step}, _line(float(step)))
+    for step in (2, 3):
+        os.truncate(tmp_path / f"step-{step}.ckpt" / "__0_0.distcp", 1000)
+    (tmp_path / "last.ckpt").symlink_to("step-3.ckpt")
+    one, other = run_ranks(_load_fails, 2, str(tmp_path / "last.ckpt"))
+    assert one == other and "__0_0.distcp has 1,000 bytes, " in one
+    assert one.endswith(f"the next older whole checkpoint is {tmp_path / 'step-1.ckpt'}")
+    for write in (checkpoints.export, checkpoints.reshard_checkpoint):
+        with pytest.raises(ValueError, match=r"__0_0\.distcp has 1,000 bytes"):
+            write(tmp_path / "step-2.ckpt", tmp_path / "out.ckpt")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, None])
+def test_a_damaged_meta_file_is_called_damaged(content: bytes | None, tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "x.ckpt", {"global_step": 1}, _line(1.0))
+    meta = tmp_path / "x.ckpt" / "meta.pt"
+    meta.write_bytes(meta.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(ValueError, match=r"meta\.pt is unreadable .*the file is damaged") as error:
+        checkpoints.read_metadata(tmp_path / "x.ckpt")
+    assert "weights_only" not in str(error.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- messages

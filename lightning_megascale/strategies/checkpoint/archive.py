@@ -256,10 +256,7 @@ def _group(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_file(path: Path, weights_only: bool | None) -> Archive:
-    try:
-        content = load_pickled(path, path, weights_only, mmap=True)
-    except RuntimeError as error:
-        raise ValueError(f"checkpoint {path} is unreadable ({str(error).splitlines()[0]}); the file is torn, take an older one") from error
+    content = load_pickled(path, path, weights_only, mmap=True)
     if not isinstance(content, dict) or "state_dict" not in content:
         raise ValueError(f"{path} is no Lightning checkpoint: it has no 'state_dict'")
     tensors: dict[str, Tensor] = {}

@@ -57,7 +57,8 @@ def export(
 
     Args:
         path: anything ``load`` reads.
-        out: the file ("ckpt") or the folder ("safetensors"); must not exist. Default: beside ``path``.
+        out: the file ("ckpt") or the folder ("safetensors"); must not exist. Default: beside ``path``, or beside the folder
+            ``checkpoints`` that it is in, which is for what a run can resume from.
         format: "ckpt": one file for ``LightningModule.load_from_checkpoint`` (weights, hyper-parameters, version). "safetensors": Hugging
             Face's layout, ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``.
         shard_bytes: most bytes of tensors in one safetensors file, unless one tensor is larger.
@@ -68,17 +69,17 @@ def export(
         The files written.
 
     Raises:
-        ValueError: no checkpoint, unknown format, ``out`` exists, a dtype that safetensors does not have.
+        ValueError: no checkpoint, unknown format, ``out`` exists or cannot be written, a dtype that safetensors does not have.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: formats are {', '.join(FORMATS)}")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}: must be at least 1")
+    files.check_sizes(files.locate(path))
     archive = open_archive(path, weights_only, metadata=format == "ckpt")
     if not archive.model:
         raise ValueError(f"checkpoint {archive.path} holds no model tensors")
-    default = archive.path.with_name(f"{archive.path.stem}-export" + (".ckpt" if format == "ckpt" else ""))
-    target = files.local_path(out) if out is not None else default
+    target = files.local_path(out) if out is not None else _beside(archive.path, format)
     temporary = _aside(target)
     try:
         if format == "ckpt":
@@ -102,6 +103,7 @@ def reshard_checkpoint(path: str | os.PathLike, out: str | os.PathLike, ranks: i
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: the number of files must be at least 1")
+    files.check_sizes(files.locate(path))
     archive = open_archive(path, metadata=False)
     if archive.kind != "megascale":
         raise ValueError(
@@ -144,8 +146,22 @@ class _StreamingPlanner(DefaultSavePlanner):
 def _aside(target: Path) -> Path:
     if os.path.lexists(target):
         raise ValueError(f"{target} exists; choose another name or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written: {error.strerror}; choose another place") from error
+    return temporary
+
+
+def _beside(path: Path, format: str) -> Path:
+    name = f"{path.stem}-export" + (".ckpt" if format == "ckpt" else "")
+    folder = path.parent
+    if folder.absolute().name == "checkpoints":
+        folder = folder.parent if folder.name else folder.absolute().parent
+    return folder / name
 
 
 def _bytes(tensor: Tensor) -> Any:

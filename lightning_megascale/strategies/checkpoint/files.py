@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +26,10 @@ from typing import Any
 
 import torch
 
+from lightning_megascale import commit_record
+
 FORMAT = 1
-META, MANIFEST, DCP_METADATA = "meta.pt", "megascale.json", ".metadata"
+META, MANIFEST, DCP_METADATA = "meta.pt", commit_record.NAME, commit_record.LAYOUT
 _LEFTOVER = re.compile(r"\.(tmp|old)-[0-9a-f]{8}$")
 
 
@@ -89,18 +92,30 @@ def load_pickled(file: Path | io.BytesIO, name: Any, weights_only: bool | None, 
     """``torch.load`` on the host, with its refusal of pickled classes explained.
 
     Raises:
-        ValueError: naming the class that torch's default refuses, and the two ways out.
+        ValueError: for a damaged file; naming the class that torch's default refuses, and the two ways out.
     """
     try:
+        if not zipfile.is_zipfile(file):
+            raise _damaged(name, "it is no torch file")
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    except (RuntimeError, EOFError) as error:
+        raise _damaged(name, (str(error).splitlines() or ["it ends too early"])[0]) from error
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)|`?([\w.]+)`? was not an allowed global", str(error))
-        what = next(filter(None, found.groups())) if found else "a class"
+        if not found:
+            raise _damaged(name, "its pickle cannot be read") from error
+        what = next(filter(None, found.groups()))
         raise ValueError(
             f"{name} holds an object of {what}, which torch does not unpickle by default because unpickling can run code. "
             "If you trust the file: weights_only=False (Trainer.fit(..., weights_only=False)), "
             f"or torch.serialization.add_safe_globals([{what.split('.')[-1]}])"
         ) from error
+
+
+def _damaged(name: Any, cause: str) -> ValueError:
+    return ValueError(f"{name} is unreadable ({cause}): the file is damaged, take an older checkpoint")
 
 
 @contextmanager
@@ -135,9 +150,23 @@ def write_manifest(folder: Path, record: dict[str, Any]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The commit record, or None when there is none (another program's checkpoint)."""
-    if not (folder / MANIFEST).is_file():
-        return None
-    return json.loads((folder / MANIFEST).read_text())
+    return commit_record.read(folder)
+
+
+def check_sizes(path: Path) -> None:
+    """Compares the files of a checkpoint folder with its commit record.
+
+    Raises:
+        ValueError: for the files that are missing or cut, with the next older checkpoint beside it that is whole.
+    """
+    problems = commit_record.wrong_sizes(path) if is_folder_checkpoint(path) else []  # a torn one is told apart elsewhere
+    if not problems:
+        return
+    own = commit_record.age(commit_record.read(path) or {})
+    beside = commit_record.complete(path.resolve().parent)
+    older = [other for step, other in beside if step < own[0] and not commit_record.wrong_sizes(other)]
+    remedy = f"the next older whole checkpoint is {path.parent / older[-1].name}" if older else "no older whole checkpoint is beside it"
+    raise ValueError(f"checkpoint {path} is damaged: {'; '.join(problems[:5])}; {remedy}")
 
 
 def commit(temporary: Path, folder: Path) -> None:

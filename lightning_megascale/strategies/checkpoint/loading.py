@@ -56,14 +56,15 @@ def load(
         Lightning's dict without ``state_dict`` and ``optimizer_states``.
 
     Raises:
-        ValueError: nothing there, torn, pickled classes, names or shapes that do not fit (all in one message), optimizer groups that do
-            not fit: before anything is loaded. Tied parameters that differ in the file: afterwards.
+        ValueError: nothing there, torn, cut files, pickled classes, names or shapes that do not fit (all in one message), optimizer
+            groups that do not fit: before anything is loaded. Tied parameters that differ in the file: afterwards.
         RuntimeError: when a rank could not read, with its cause.
     """
     group = process_group
     target = str(broadcast(str(path), group))
     what = f"checkpoint {target} was not loaded"
     with torch.no_grad():
+        together(what, lambda: files.check_sizes(files.locate(target)) if rank_of(group) == 0 else None, group)
         archive = together(what, lambda: open_archive(target, weights_only), group)
         reshard(module)
         state = model_state(module)

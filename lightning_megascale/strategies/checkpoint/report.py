@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_megascale import commit_record
 from lightning_megascale.strategies.checkpoint import files
 from lightning_megascale.strategies.checkpoint.archive import Archive, open_archive
 
@@ -127,9 +128,12 @@ def _summary(path: Path) -> CheckpointReport:
 
 
 def _count(archive: Archive, report: CheckpointReport) -> None:
+    again = {archive.model[name] for names in archive.tied for name in names[1:] if name in archive.model}  # tied: one tensor
     model = set(archive.model.values())
     report.tensors = len(archive.sizes)
     for key, (shape, dtype) in archive.sizes.items():
+        if key in again:
+            continue
         if key in model:
             report.parameters += prod(shape)
             report.model_bytes += prod(shape) * dtype.itemsize
@@ -138,17 +142,12 @@ def _count(archive: Archive, report: CheckpointReport) -> None:
 
 
 def _check_files(path: Path, report: CheckpointReport) -> None:
-    manifest = files.read_manifest(path)
-    if manifest is None:
+    if files.read_manifest(path) is None:
         if report.kind == "megascale":
-            report.problems.append(f"{files.MANIFEST} is missing")
+            state = "damaged" if (path / files.MANIFEST).exists() else "missing"
+            report.problems.append(f"{files.MANIFEST} is {state}")
         return
-    for name, size in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            report.problems.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            report.problems.append(f"{name} has {file.stat().st_size:,} bytes, {size:,} were written")
+    report.problems += commit_record.wrong_sizes(path)
 
 
 def _check_coverage(metadata: Metadata) -> list[str]:
