@@ -91,7 +91,8 @@ def header(ready: Prepared, start: resume.Start) -> str:
         from lightning_megascale.models.presets import count_parameters
 
         config = DecoderConfig.from_dict(model)
-        what = f"decoder {_count(count_parameters(config))} parameters, {config.num_layers} {'layers' if config.num_layers > 1 else 'layer'} x {config.hidden_size}"
+        layers = f"{config.num_layers} layer{'s'[: config.num_layers != 1]}"
+        what = f"decoder {_count(count_parameters(config))} parameters, {layers} x {config.hidden_size}"
     ranks = ready.plan.model_parallel_size * int(ready.plan.data_parallel_size)
     device = "GPU" if _accelerator(options) == "cuda" else "CPU"
     rows = [
