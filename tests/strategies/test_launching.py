@@ -24,6 +24,7 @@ trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2
 rows = [{**row, "labels": row["labels"].clamp(min=0)} for row in (Tokens()[i] for i in range(len(Tokens())))]
 trainer.fit(CallsModel(), DataLoader(rows, batch_size=4))
 print(f"rank {trainer.global_rank} of {trainer.strategy.data_parallel_size}: {trainer.strategy.step_loss:.6f}", flush=True)
+torch.distributed.barrier()  # the launcher ends the others when rank 0 ends, printed or not
 """
 
 
