@@ -238,7 +238,7 @@ class _Unasked(logging.Filter):
 
     _drop = re.compile(
         r"\btip\b|litlogger|litmodels|[GTH]PU available|restor|^batch: |`Trainer|max_steps.*reached"
-        r"|initializing distributed|^-{20}|distributed_backend|all distributed processes",
+        r"|initializing distributed|^-{20}|distributed_backend|all distributed processes|Loading .train_dataloader",
         re.IGNORECASE,
     )
 
