@@ -52,10 +52,6 @@ class MeshViews:
     def tensor_group(self) -> dist.ProcessGroup | None:
         return None if self.tensor is None else self.tensor.get_group()
 
-    def group(self, view: DeviceMesh) -> dist.ProcessGroup:
-        """The process group of a 1-D view."""
-        return view.get_group()
-
 
 def build_mesh(
     plan: ParallelPlan, device_type: str, ranks: Sequence[int] | torch.Tensor | None = None, keep: Sequence[str] = ()
