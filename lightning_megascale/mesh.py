@@ -30,6 +30,7 @@ class MeshViews:
         loss: view batch x cp: who counts other tokens.
         data: 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp) mesh for ``fully_shard``.
         tensor: the tp axis, or None.
+        pipeline: the pp axis, or None.
     """
 
     root: DeviceMesh
@@ -38,6 +39,7 @@ class MeshViews:
     loss: DeviceMesh
     data: DeviceMesh
     tensor: DeviceMesh | None
+    pipeline: DeviceMesh | None = None
 
     @property
     def data_parallel_size(self) -> int:
@@ -84,7 +86,7 @@ def build_mesh(
     loss = _view(root, ("dp_replicate", "dp_shard", "cp"), "loss") if "cp" in names else batch
     shard = _view(root, ("dp_shard", "cp"), "fsdp")
     data = shard if "dp_replicate" not in names else root["dp_replicate", _name(shard)]
-    return MeshViews(root, sizes, batch, loss, data, root["tp"] if "tp" in names else None)
+    return MeshViews(root, sizes, batch, loss, data, root["tp"] if "tp" in names else None, root["pp"] if "pp" in names else None)
 
 
 def compatible_mesh(views: MeshViews) -> DeviceMesh:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megascale.support import SCHEDULES, refusals
+from lightning_megascale.support import LOOPED_SCHEDULES, SCHEDULES, V_SCHEDULES, refusals, schedule_name
 
 _SIZES = (
     "data_parallel_replicate_size",
@@ -37,16 +37,20 @@ class ParallelPlan:
         data_parallel_replicate_size: copies of the parameters (1: FSDP2, above: HSDP; with shard size 1: plain data parallelism).
         data_parallel_shard_size: ranks that share one copy of the parameters, or "auto".
         tensor_parallel_size: ranks that split each layer's heads and features.
-        pipeline_parallel_size, context_parallel_size, expert_parallel_size: see ``support``; 1 switches an axis off.
+        pipeline_parallel_size: groups of consecutive layers on different ranks.
+        context_parallel_size, expert_parallel_size: see ``support``; 1 switches an axis off.
         sequence_parallel: norms and dropout on a shard of the sequence (Korthikanti et al. 2022, section 4.2).
-        pipeline_schedule, pipeline_stages_per_rank, pipeline_split: torch's schedule names; see ``support``.
-        microbatch_size: rows of one forward and backward; None: the loader's batch.
+        pipeline_schedule: torch's name, in any case: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble".
+        pipeline_stages_per_rank: 1, for interleaved schedules 2 or more, for ZBVZeroBubble 2.
+        pipeline_split: "auto" cuts by cost; or the names of the blocks with which each pipeline stage but the first begins.
+        microbatch_size: rows of one forward and backward; None: the loader's batch, under a pipeline 1.
         activation_checkpointing: None, "selective" (keeps matmul and attention outputs), "full" (keeps a block's input),
             or a set of module classes that are recomputed.
         activation_offload: kept activations go to host memory.
-        reshard_after_forward: FSDP2's argument; "auto" frees a block's parameters after its forward, the root's not.
-        reduce_gradients: under gradient accumulation, "last" reduces once (unsharded gradients stay in memory), "every" after
-            each microbatch (sharded gradients, more communication).
+        reshard_after_forward: FSDP2's argument; "auto" frees a block's parameters after its forward, the root's not; under a pipeline it
+            keeps all of them until the schedule's end.
+        reduce_gradients: over several microbatches, "last" reduces once (unsharded gradients stay in memory), "every" after each
+            microbatch (sharded gradients, more communication); a pipeline's schedule reduces at its end or after each microbatch.
         reduce_dtype: dtype in which gradients are summed over ranks under mixed precision; None: that of the parameters.
         cpu_offload: parameters, gradients and optimizer state live in host memory (needs an accelerator).
         compile: False, True, or the arguments of ``torch.compile``; applied to each block.
@@ -151,6 +155,9 @@ class ParallelPlan:
             "ep": self.expert_parallel_size,
         }
         parts = [f"{name} {size}" for name, size in axes.items() if size != 1] or ["one rank"]
+        if self.pipeline_parallel_size > 1:
+            each = f" x {self.pipeline_stages_per_rank} stages" if self.pipeline_stages_per_rank > 1 else ""
+            parts.append(f"{schedule_name(self.pipeline_schedule)}{each}")
         parts += ["sequence parallel"] if self.sequence_parallel else []
         if self.activation_checkpointing:
             named = isinstance(self.activation_checkpointing, str)
@@ -188,6 +195,9 @@ class ParallelPlan:
             wrong.append(f"reshard_after_forward={reshard!r}: must be 'auto', True, False or a group size")
         if self.pipeline_schedule.lower() not in {name.lower() for name in SCHEDULES}:
             wrong.append(f"pipeline_schedule={self.pipeline_schedule!r}: must be one of {', '.join(SCHEDULES)}")
+        split = self.pipeline_split
+        if split != "auto" and not (isinstance(split, (list, tuple)) and split and all(isinstance(name, str) for name in split)):
+            wrong.append(f"pipeline_split={split!r}: must be 'auto' or a list of block names such as ['layers.4']")
         for name in ("sequence_parallel", "activation_offload", "cpu_offload", "allow_batch_change", "loss_parallel"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name}={getattr(self, name)!r}: must be True or False")
@@ -243,22 +253,64 @@ class ParallelPlan:
             )
         if self.loss_parallel and self.tensor_parallel_size == 1:
             wrong.append("loss_parallel=True needs tensor_parallel_size above 1: nothing shards the vocabulary otherwise")
-        if (self.global_batch_size is None) != (self.microbatch_size is None):
+        wrong += self._check_pipeline()
+        if (self.global_batch_size is None) != (self.microbatch_size is None) and self.pipeline_parallel_size == 1:
             wrong.append(
                 f"global_batch_size={self.global_batch_size} and microbatch_size={self.microbatch_size}: give both (the accumulation is "
                 "derived from them) or neither (the loader's batch and accumulate_grad_batches hold)"
             )
         return wrong
 
+    def _check_pipeline(self) -> list[str]:
+        wrong = []
+        schedule, stages = schedule_name(self.pipeline_schedule), self.pipeline_stages_per_rank
+        if self.pipeline_parallel_size == 1:
+            given = {"pipeline_schedule": "1F1B", "pipeline_stages_per_rank": 1, "pipeline_split": "auto"}
+            for name, default in given.items():
+                value = schedule if name == "pipeline_schedule" else getattr(self, name)
+                if value != default:
+                    wrong.append(f"{name}={value!r} needs pipeline_parallel_size above 1: there is no pipeline otherwise")
+            return wrong
+        if schedule in LOOPED_SCHEDULES and stages == 1:
+            wrong.append(f"pipeline_schedule={schedule!r} alternates between stages of a rank: set pipeline_stages_per_rank=2 or more")
+        elif schedule in V_SCHEDULES and stages != 2:
+            wrong.append(f"pipeline_schedule={schedule!r} goes down and up again: set pipeline_stages_per_rank=2 (it is {stages})")
+        elif schedule not in LOOPED_SCHEDULES + V_SCHEDULES and stages != 1:
+            names = ", ".join(LOOPED_SCHEDULES + V_SCHEDULES)
+            wrong.append(
+                f"pipeline_stages_per_rank={stages}: pipeline_schedule={schedule!r} has one stage on each rank; use 1, or one of {names}"
+            )
+        if self.global_batch_size is not None and not wrong:
+            micro = self.microbatch_size or 1
+            if self.global_batch_size % micro:
+                wrong.append(f"global_batch_size={self.global_batch_size} is no multiple of microbatch_size={micro}")
+        return wrong
+
+    def check_microbatches(self, microbatches: int) -> list[str]:
+        """The rules on how many microbatches go through a pipeline in one step."""
+        schedule, ranks = schedule_name(self.pipeline_schedule), self.pipeline_parallel_size
+        rows = f"the loader's batch makes {microbatches} microbatches of microbatch_size={self.microbatch_size or 1}"
+        if schedule == "1F1B" and microbatches < ranks:
+            return [f"{rows}, and pipeline_schedule='1F1B' needs at least pipeline_parallel_size={ranks}: give more rows, or use 'GPipe'"]
+        rounds = max(1, microbatches // ranks)
+        if schedule in LOOPED_SCHEDULES and (microbatches < ranks or microbatches % rounds):
+            near = f"{max(1, microbatches // ranks) * ranks} or {(microbatches // ranks + 1) * ranks}"
+            return [
+                f"{rows}, and pipeline_schedule={schedule!r} works in rounds of pipeline_parallel_size={ranks} microbatches: "
+                f"use {near} microbatches"
+            ]
+        return []
+
     def _check_batch(self, world_size: int) -> list[str]:
         replicate, shard = self._data_parallel(world_size)
-        assert self.global_batch_size is not None and self.microbatch_size is not None
-        unit = self.microbatch_size * replicate * shard
+        assert self.global_batch_size is not None
+        micro = self.microbatch_size or 1
+        unit = micro * replicate * shard
         if self.global_batch_size % unit == 0:
             return []
         below = self.global_batch_size // unit * unit
         near = f"{below} or {below + unit}" if below else f"{unit}"
-        product = f"microbatch_size {self.microbatch_size} x data-parallel size {replicate * shard} = {unit}"
+        product = f"microbatch_size {micro} x data-parallel size {replicate * shard} = {unit}"
         return [f"global_batch_size={self.global_batch_size} is no multiple of {product}: nearest {near}"]
 
     def _data_parallel(self, world_size: int) -> tuple[int, int]:
@@ -282,7 +334,8 @@ def batch_arithmetic(plan: ParallelPlan, loader_batch_size: int | None = None) -
         loader_batch_size: rows the loader gives each data-parallel rank; None: the plan's microbatch.
 
     Returns:
-        (rows per forward, batches to accumulate, line such as ``64 = micro 8 x accumulation 4 x dp 2``).
+        (rows per forward, batches to accumulate, line such as ``64 = micro 8 x accumulation 4 x dp 2``). Under a pipeline the
+        loader's batch holds all microbatches of a step.
 
     Raises:
         ValueError: when the numbers do not multiply out.
@@ -294,8 +347,10 @@ def batch_arithmetic(plan: ParallelPlan, loader_batch_size: int | None = None) -
         below = total // (micro * data) * micro * data
         near = f"{below} or {below + micro * data}" if below else f"{micro * data}"
         raise ValueError(f"global_batch_size={total} is no multiple of batch {micro} x data-parallel size {data}: nearest {near}")
-    accumulation = total // (micro * data)
-    return micro, accumulation, f"{total} = micro {micro} x accumulation {accumulation} x dp {data}"
+    parts = total // (micro * data)
+    if plan.pipeline_parallel_size > 1:  # all of them go through one call of the schedule
+        return micro, 1, f"{total} = micro {micro} x microbatches {parts} x accumulation 1 x dp {data}"
+    return micro, parts, f"{total} = micro {micro} x accumulation {parts} x dp {data}"
 
 
 def _is_size(value: Any) -> bool:

@@ -12,6 +12,14 @@ from itertools import combinations
 from typing import Any
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+LOOPED_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")  # two or more stages on a rank, round robin
+V_SCHEDULES = ("ZBVZeroBubble",)  # two stages on a rank, down and up again
+ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")  # the backward of inputs and of weights apart
+
+
+def schedule_name(schedule: str) -> str:
+    """Torch's spelling of a schedule's name, which is given in any case; unchanged when there is none."""
+    return next((name for name in SCHEDULES if name.lower() == str(schedule).lower()), schedule)
 
 
 @dataclass(frozen=True)
@@ -23,16 +31,23 @@ class Feature:
     uses: Callable[[Any], bool] | None = None
 
 
-def _axes(replicate: bool = False, shard: bool = False, tensor: bool = False, sequence: bool = False) -> Callable[[Any], bool]:
+def _axes(
+    replicate: bool = False, shard: bool = False, tensor: bool = False, sequence: bool = False, pipeline: int = 1
+) -> Callable[[Any], bool]:
     def uses(plan: Any) -> bool:
         return (
-            (plan.data_parallel_replicate_size != 1) == replicate
+            min(plan.pipeline_parallel_size, 4) in ((2, 3) if pipeline == 2 else (pipeline,))
+            and (plan.data_parallel_replicate_size != 1) == replicate
             and (plan.data_parallel_shard_size not in (1, "auto")) == shard
             and (plan.tensor_parallel_size > 1) == tensor
             and plan.sequence_parallel == sequence
         )
 
     return uses
+
+
+def _scheduled(name: str) -> Callable[[Any], bool]:
+    return lambda plan: plan.pipeline_parallel_size > 1 and schedule_name(plan.pipeline_schedule) == name
 
 
 FEATURES = (
@@ -45,6 +60,19 @@ FEATURES = (
     Feature("axes", "fsdp2 x tp+sp", _axes(shard=True, tensor=True, sequence=True)),
     Feature("axes", "hsdp x tp", _axes(replicate=True, shard=True, tensor=True)),
     Feature("axes", "hsdp x tp+sp", _axes(replicate=True, shard=True, tensor=True, sequence=True)),
+    Feature("axes", "pp2", _axes(pipeline=2)),
+    Feature("axes", "pp4", _axes(pipeline=4)),
+    Feature("axes", "pp2 x dp", _axes(replicate=True, pipeline=2)),
+    Feature("axes", "pp2 x fsdp2", _axes(shard=True, pipeline=2)),
+    Feature("axes", "pp2 x tp", _axes(tensor=True, pipeline=2)),
+    Feature("axes", "pp2 x tp+sp", _axes(tensor=True, sequence=True, pipeline=2)),
+    Feature("axes", "pp2 x hsdp", _axes(replicate=True, shard=True, pipeline=2)),
+    Feature("axes", "pp2 x fsdp2 x tp", _axes(shard=True, tensor=True, pipeline=2)),
+    Feature("axes", "pp2 x fsdp2 x tp+sp", _axes(shard=True, tensor=True, sequence=True, pipeline=2)),
+    Feature("schedule", "no pipeline", lambda plan: plan.pipeline_parallel_size == 1),
+    *(Feature("schedule", name, _scheduled(name)) for name in SCHEDULES),
+    Feature("split", "split by cost", lambda plan: plan.pipeline_split == "auto"),
+    Feature("split", "split by hand", lambda plan: plan.pipeline_split != "auto"),
     Feature("checkpointing", "none", lambda plan: plan.activation_checkpointing is None),
     Feature("checkpointing", "selective", lambda plan: plan.activation_checkpointing == "selective"),
     Feature("checkpointing", "full", lambda plan: plan.activation_checkpointing not in (None, "selective")),
@@ -80,10 +108,52 @@ REFUSED: dict[frozenset[str], str] = {
         "a selective policy cannot see into a compiled block: use activation_checkpointing='full' or None, or compile=False"
     ),
 }
+_TENSOR_PIPELINES = ("pp2 x tp", "pp2 x tp+sp", "pp2 x fsdp2 x tp", "pp2 x fsdp2 x tp+sp")
+for _schedule in ZERO_BUBBLE_SCHEDULES:
+    REFUSED |= {
+        frozenset((_schedule, "selective")): (
+            "a zero-bubble schedule runs the backward of inputs and of weights apart, and torch's selective checkpointing fails in the "
+            "second: use 'Interleaved1F1B', or activation_checkpointing=None"
+        ),
+        frozenset((_schedule, "full")): (
+            "a zero-bubble schedule would run a checkpointed block's forward again for each of its weights: use 'Interleaved1F1B', or "
+            "activation_checkpointing=None"
+        ),
+        frozenset((_schedule, "compiled")): (
+            "a zero-bubble schedule cannot split the backward of a compiled block: use 'Interleaved1F1B', or compile=False"
+        ),
+        frozenset((_schedule, "reshard always")): (
+            "a zero-bubble schedule looks for the weights after the forward, and resharded ones lose their gradients without an error: use "
+            "reshard_after_forward='auto' or False"
+        ),
+        frozenset((_schedule, "accumulate 2, reduce every")): (
+            "a zero-bubble schedule adds weight gradients up by itself, after the backward that a reduction follows: use "
+            "reduce_gradients='last'"
+        ),
+        **{
+            frozenset((_schedule, axes)): (
+                "a tensor-parallel linear owns its weights in one function, whose backward (and its collectives) a zero-bubble schedule runs "
+                "twice: use 'Interleaved1F1B' or '1F1B'"
+            )
+            for axes in _TENSOR_PIPELINES
+        },
+    }
+
+
+def _meaningless() -> frozenset[frozenset[str]]:
+    """Pairs that do not exist: a schedule or a split without a pipeline, a pipeline without a schedule."""
+    axes = [feature.name for feature in FEATURES if feature.dimension == "axes"]
+    piped = [name for name in axes if name.startswith("pp")]
+    pairs = [(name, "no pipeline") for name in piped]
+    pairs += [(name, other) for name in axes if name not in piped for other in (*SCHEDULES, "split by hand")]
+    pairs += [("no pipeline", "split by hand")]
+    return frozenset(map(frozenset, pairs))
+
+
+MEANINGLESS = _meaningless()
 
 # Choices that no test proves yet: asked for, they are refused by name.
 _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda p: p.pipeline_parallel_size > 1, "pipeline_parallel_size={p.pipeline_parallel_size}: pipeline parallelism"),
     (lambda p: p.context_parallel_size > 1, "context_parallel_size={p.context_parallel_size}: context parallelism"),
     (lambda p: p.expert_parallel_size > 1, "expert_parallel_size={p.expert_parallel_size}: expert parallelism"),
     (lambda p: p.activation_offload, "activation_offload=True: offloading of activations"),
@@ -94,9 +164,6 @@ _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "reshard_after_forward={p.reshard_after_forward}: resharding to smaller groups",
     ),
     (lambda p: p.reduce_dtype != "float32", "reduce_dtype={p.reduce_dtype!r}: a gradient sum in less than float32"),
-    (lambda p: p.pipeline_schedule != "1F1B", "pipeline_schedule={p.pipeline_schedule!r}: a pipeline schedule"),
-    (lambda p: p.pipeline_stages_per_rank != 1, "pipeline_stages_per_rank={p.pipeline_stages_per_rank}: several stages on a rank"),
-    (lambda p: p.pipeline_split != "auto", "pipeline_split: a pipeline split"),
     (lambda p: p.context_parallel_method != "auto", "context_parallel_method={p.context_parallel_method!r}: a context-parallel method"),
     (lambda p: p.context_parallel_layout != "auto", "context_parallel_layout={p.context_parallel_layout!r}: a context-parallel layout"),
     (lambda p: p.expert_dispatcher != "auto", "expert_dispatcher={p.expert_dispatcher!r}: an expert dispatcher"),
@@ -129,9 +196,11 @@ def dimensions() -> dict[str, tuple[str, ...]]:
 
 def is_refused(*names: str) -> str | None:
     """The reason why these features cannot be combined, or None."""
-    for pair in combinations(names, 2):
-        if frozenset(pair) in REFUSED:
-            return REFUSED[frozenset(pair)]
+    for pair in map(frozenset, combinations(names, 2)):
+        if pair in REFUSED:
+            return REFUSED[pair]
+        if pair in MEANINGLESS:
+            return "one without the other"
     return None
 
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_megascale.models.decoder import Decoder, DecoderConfig
 from lightning_megascale.parallel.init import materialize
-from lightning_megascale.parallel.rng import seed_microbatch
+from lightning_megascale.parallel.rng import seed_microbatch, seed_stage
 from lightning_megascale.strategies.trainer import MegascaleStrategy
+from lightning_megascale.support import ZERO_BUBBLE_SCHEDULES
 from tests.harness import full, run_ranks
 
 SEED, STEPS, ROWS, LENGTH, CLIP = 7, 3, 4, 16, 0.05
@@ -31,11 +32,38 @@ AXES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp+sp": (2, 1, dict(tensor_parallel_size=2, sequence_parallel=True)),
     "fsdp2 x tp": (4, 2, dict(tensor_parallel_size=2)),
     "fsdp2 x tp+sp": (4, 2, dict(tensor_parallel_size=2, sequence_parallel=True)),
+    "pp2": (2, 1, dict(pipeline_parallel_size=2)),
+    "pp4": (4, 1, dict(pipeline_parallel_size=4)),
+    "pp2 x dp": (4, 2, dict(pipeline_parallel_size=2, data_parallel_replicate_size=2, data_parallel_shard_size=1)),
+    "pp2 x fsdp2": (4, 2, dict(pipeline_parallel_size=2)),
+    "pp2 x tp": (4, 1, dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
+    "pp2 x tp+sp": (4, 1, dict(pipeline_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)),
+    "pp2 x hsdp": (8, 4, dict(pipeline_parallel_size=2, data_parallel_replicate_size=2)),
+    "pp2 x fsdp2 x tp": (8, 2, dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
+    "pp2 x fsdp2 x tp+sp": (8, 2, dict(pipeline_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)),
     "hsdp x tp": (8, 4, dict(tensor_parallel_size=2, data_parallel_replicate_size=2)),
     "hsdp x tp+sp": (8, 4, dict(tensor_parallel_size=2, data_parallel_replicate_size=2, sequence_parallel=True)),
 }
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.float32}
 HALF = ("bf16-mixed", "bf16-true")
+
+
+def pipeline_ranks(case: Case) -> int:
+    return AXES[case["axes"]][2].get("pipeline_parallel_size", 1)
+
+
+def stages_per_rank(case: Case) -> int:
+    return 1 if case["schedule"] in ("no pipeline", "GPipe", "1F1B") else 2
+
+
+def microbatches_of(case: Case) -> int:
+    """Microbatches of one batch of one data-parallel rank: of one row each under a pipeline."""
+    return rows_of(case) // AXES[case["axes"]][1] if pipeline_ranks(case) > 1 else 1
+
+
+def rows_of(case: Case) -> int:
+    """Rows of a global batch: under a pipeline two microbatches for each rank of a round."""
+    return ROWS if pipeline_ranks(case) == 1 else max(4, 2 * AXES[case["axes"]][1])
 
 
 def plan_of(case: Case) -> dict[str, Any]:
@@ -46,12 +74,27 @@ def plan_of(case: Case) -> dict[str, Any]:
     arguments["reshard_after_forward"] = {"reshard auto": "auto", "reshard always": True, "reshard never": False}[case["reshard"]]
     arguments["reduce_gradients"] = "every" if case["accumulation"].endswith("every") else "last"
     arguments["label_alignment"] = "aligned"
+    if pipeline_ranks(case) > 1:
+        arguments.update(pipeline_schedule=case["schedule"], pipeline_stages_per_rank=stages_per_rank(case), microbatch_size=1)
+        if case["split"] == "split by hand":
+            arguments["pipeline_split"] = uneven_split(case)
     return arguments
+
+
+def uneven_split(case: Case) -> list[str]:
+    """The blocks with which each stage but the first begins: one block each, and what is left in the middle of the model."""
+    stages = pipeline_ranks(case) * stages_per_rank(case)
+    names = [f"layers.{number}" for number in range(layers_of(case))]
+    return [*names[1 : stages - 1], names[-1]] if stages > 2 else [names[-1]]
+
+
+def layers_of(case: Case) -> int:
+    return 2 if pipeline_ranks(case) == 1 else pipeline_ranks(case) * stages_per_rank(case) + 1
 
 
 def config_of(case: Case) -> DecoderConfig:
     shape: dict[str, Any] = dict(
-        vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, intermediate_size=24, max_position_embeddings=LENGTH
+        vocab_size=32, hidden_size=16, num_layers=layers_of(case), num_heads=4, intermediate_size=24, max_position_embeddings=LENGTH
     )
     shape["dropout"] = 0.2 if case["dropout"] == "dropout" else 0.0
     shape["tie_embeddings"] = case["embeddings"] == "tied head"
@@ -67,13 +110,13 @@ def accumulation_of(case: Case) -> int:
 def batches(case: Case) -> list[dict[str, torch.Tensor]]:
     """The global batches of all microbatches of all steps: ROWS rows each, the last rows' labels mostly masked where asked."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    found, count = [], rows_of(case)
     for _ in range(STEPS * accumulation_of(case)):
-        ids = torch.randint(32, (ROWS, LENGTH), generator=generator)
-        labels = torch.randint(32, (ROWS, LENGTH), generator=generator)
+        ids = torch.randint(32, (count, LENGTH), generator=generator)
+        labels = torch.randint(32, (count, LENGTH), generator=generator)
         labels[0, :3] = -100
         if case["labels"] != "all labels":
-            rows = labels[: ROWS // 2]
+            rows = labels[: count // 2]
             rows[torch.rand(rows.shape, generator=generator) < 0.9] = -100
         found.append({"input_ids": ids, "labels": labels})
     return found
@@ -83,7 +126,7 @@ class Rows(Dataset):
     """This data-parallel rank's rows of every global batch, one global batch after the other."""
 
     def __init__(self, case: Case, rank: int, size: int) -> None:
-        share = ROWS // size
+        share = rows_of(case) // size
         self.rows = [
             {key: value[i] for key, value in batch.items()} for batch in batches(case) for i in range(rank * share, (rank + 1) * share)
         ]
@@ -130,6 +173,10 @@ class ParityModule(L.LightningModule):
             loss = scalar_loss(self.model, batch)
             self.log("loss", loss, sync_dist=True)
             return loss
+        if self.case["schedule"] in ZERO_BUBBLE_SCHEDULES:  # the model's own loss owns a weight, which such a schedule refuses
+            logits, labels = self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
+            logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+            return {"loss_sum": F.cross_entropy(logits, labels, reduction="sum"), "num_tokens": (labels != -100).sum()}
         loss_sum, num_tokens = self.model(batch["input_ids"], labels=batch["labels"])
         return {"loss_sum": loss_sum, "num_tokens": num_tokens}
 
@@ -142,7 +189,7 @@ class ParityModule(L.LightningModule):
     def train_dataloader(self) -> DataLoader:
         strategy = self.trainer.strategy
         rows = Rows(self.case, strategy.data_parallel_rank, strategy.data_parallel_size)
-        return DataLoader(rows, batch_size=ROWS // strategy.data_parallel_size)
+        return DataLoader(rows, batch_size=rows_of(self.case) // strategy.data_parallel_size)
 
 
 class Recorder(L.Callback):
@@ -193,6 +240,8 @@ def train_parallel(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
         "gradients": module.seen,
         "parameters": {name: full(parameter) for name, parameter in module.model.named_parameters()},
         "compiled": _graphs(),
+        "stages": () if strategy._done.pipeline is None else strategy._done.pipeline.stages.units,
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
 
 
@@ -202,18 +251,39 @@ def _graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def train_single(case: Case, dtype: torch.dtype | None = None, half: bool = False, steps: int = STEPS) -> dict[str, Any]:
+class StageSeeds:
+    """Makes one device draw the random numbers that pipeline stages draw: a stage's first module seeds for the stage."""
+
+    def __init__(self, model: Decoder, stages: tuple[tuple[str, ...], ...], share: int) -> None:
+        self.number, self.share = 0, share
+        self.handles = [
+            model.get_submodule(units[0]).register_forward_pre_hook(lambda *_, stage=stage: self.seed(stage))
+            for stage, units in enumerate(stages)
+        ]
+
+    def seed(self, stage: int) -> None:
+        seed_stage(SEED, self.number, self.share, stage)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def train_single(
+    case: Case, dtype: torch.dtype | None = None, half: bool = False, steps: int = STEPS, stages: tuple[tuple[str, ...], ...] = ()
+) -> dict[str, Any]:
     """The reference: a plain loop on one device, no Lightning, no strategy.
 
     Args:
         case: the combination.
         dtype: of parameters; None: the case's.
         half: forward and backward on a bfloat16 copy, as one device would under mixed precision.
+        stages: units of the pipeline's stages, each of which seeds for itself.
     """
     wanted = DTYPES[case["precision"]]
     model = _first_model(case, wanted).to(dtype or wanted)
     optimizer = make_optimizer(model.parameters(), dtype or wanted)
-    shares, accumulate = AXES[case["axes"]][1], accumulation_of(case)
+    shares, accumulate, parts = AXES[case["axes"]][1], accumulation_of(case), microbatches_of(case)
     result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     data = batches(case)
     for step in range(steps):
@@ -222,13 +292,18 @@ def train_single(case: Case, dtype: torch.dtype | None = None, half: bool = Fals
         total, tokens = 0.0, 0
         for index in range(step * accumulate, (step + 1) * accumulate):
             for share in range(shares):
-                rows = slice(share * ROWS // shares, (share + 1) * ROWS // shares)
-                batch = {key: value[rows] for key, value in data[index].items()}
-                seed_microbatch(SEED, index, share)
-                logits = working(batch["input_ids"]).flatten(0, 1)
-                loss = F.cross_entropy(logits.float() if half else logits, batch["labels"].flatten(), reduction="sum")
-                loss.backward()
-                total, tokens = total + loss.item(), tokens + int((batch["labels"] != -100).sum())
+                for part in range(parts):
+                    size = rows_of(case) // shares // parts
+                    rows = slice((share * parts + part) * size, (share * parts + part + 1) * size)
+                    batch = {key: value[rows] for key, value in data[index].items()}
+                    seed_microbatch(SEED, index * parts + part, share)
+                    seeds = StageSeeds(working, stages, share)
+                    seeds.number = index * parts + part
+                    logits = working(batch["input_ids"]).flatten(0, 1)
+                    seeds.remove()
+                    loss = F.cross_entropy(logits.float() if half else logits, batch["labels"].flatten(), reduction="sum")
+                    loss.backward()
+                    total, tokens = total + loss.item(), tokens + int((batch["labels"] != -100).sum())
         if half:
             for mine, theirs in zip(model.parameters(), working.parameters()):
                 mine.grad = theirs.grad.to(mine.dtype)
@@ -284,7 +359,17 @@ def check(case: Case, timeout: float = 120, **arguments: Any) -> None:
         assert results[0]["compiled"] > 0, "nothing was compiled, so this case proves nothing"
     for other in results[1:]:
         assert other["losses"] == results[0]["losses"] and other["norms"] == results[0]["norms"], "ranks disagree on loss or norm"
-    compare(case, results[0])
+        if AXES[case["axes"]][1] == 1:
+            assert other["logged"] == results[0]["logged"], "ranks disagree on what was logged"
+    compare(case, merged(results))
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The union of what the ranks hold: pipeline stages have different parameters, everybody else equal ones."""
+    whole = dict(results[0])
+    whole["parameters"] = {name: value for result in results for name, value in result["parameters"].items()}
+    whole["gradients"] = [{k: v for result in results for k, v in result["gradients"][step].items()} for step in range(STEPS)]
+    return whole
 
 
 def compare(case: Case, mine: dict[str, Any]) -> None:
@@ -296,7 +381,11 @@ def compare(case: Case, mine: dict[str, Any]) -> None:
 
 
 def _compare_exact(case: Case, mine: dict[str, Any]) -> None:
-    reference = train_single(case)
+    reference = train_single(case, stages=mine["stages"])
+    for name, value in _tied_copies(case, mine).items():
+        reference["parameters"][name] = reference["parameters"][value]
+        for gradients in reference["gradients"]:
+            gradients[name] = gradients[value]
     tolerance = 1e-10 if case["precision"] == "float64" else 1e-5
     assert len(mine["losses"]) == STEPS
     for step in range(STEPS):
@@ -314,10 +403,17 @@ def _compare_exact(case: Case, mine: dict[str, Any]) -> None:
     assert worst[0] < tolerance, f"after {STEPS} steps parameter {worst[1]} is off by {worst[0]:.2e}"
 
 
+def _tied_copies(case: Case, mine: dict[str, Any]) -> dict[str, str]:
+    """The second copy of a tied parameter, which only a pipeline has."""
+    return {"head.weight": "embed_tokens.weight"} if case["embeddings"] == "tied head" and mine["stages"] else {}
+
+
 def _compare_bf16(case: Case, mine: dict[str, Any]) -> None:
     """First step, where both start from equal parameters: the error against float64 is at most 1.5 times one device's."""
-    exact = train_single(case, torch.float64, steps=1)
-    single = train_single(case, half=True, steps=1)
+    exact = train_single(case, torch.float64, steps=1, stages=mine["stages"])
+    single = train_single(case, half=True, steps=1, stages=mine["stages"])
+    for name in _tied_copies(case, mine):
+        del mine["gradients"][0][name]
     error, allowed = distance(mine["gradients"][0], exact["gradients"][0]), distance(single["gradients"][0], exact["gradients"][0])
     assert error <= 1.5 * allowed, f"gradients: error {error:.2e} against float64, one device in bf16 has {allowed:.2e}"
     off, granted = abs(mine["losses"][0] - exact["losses"][0]), abs(single["losses"][0] - exact["losses"][0])

@@ -25,6 +25,7 @@ def apply_data_parallel(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
+    pipelined: bool = False,
 ) -> None:
     """Shards every block as one unit and what is left of each root as another.
 
@@ -37,20 +38,22 @@ def apply_data_parallel(
         param_dtype: dtype of forward and backward; None: that of the parameters. Outputs of a root are float32 then.
         reduce_dtype: dtype in which gradients are summed over ranks.
         cpu_offload: parameters, gradients and optimizer state stay in host memory.
+        pipelined: the roots are pipeline stages: "auto" keeps all parameters until the schedule ends, since every microbatch needs them;
+            what leaves a stage keeps its dtype, and the last stage's output is cast where the loss is computed.
     """
     policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy()}
     block_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    root_policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32 if param_dtype is not None else None
-    )
-    block_reshard: bool | int = True if reshard_after_forward == "auto" else reshard_after_forward  # type: ignore[assignment]
+    output_dtype = torch.float32 if param_dtype is not None and not pipelined else None
+    root_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
+    block_reshard: bool | int = not pipelined if reshard_after_forward == "auto" else reshard_after_forward  # type: ignore[assignment]
     root_reshard = reshard_after_forward is True
     for block in blocks:
         fully_shard(block, mesh=views.data, reshard_after_forward=block_reshard, mp_policy=block_policy, **policy)
     for root in roots:
         if not isinstance(root, FSDPModule):
             fully_shard(root, mesh=views.data, reshard_after_forward=root_reshard, mp_policy=root_policy, **policy)
-            root.register_forward_hook(_drop_whole_copy)
+            if not pipelined:
+                root.register_forward_hook(_drop_whole_copy)
 
 
 def _drop_whole_copy(root: nn.Module, *_: Any) -> None:

@@ -114,7 +114,10 @@ class LossScale:
 
     def add(self, loss: torch.Tensor, weights: Weights) -> None:
         """Counts one microbatch. Args: its mean loss (0-dim) and its weights. No host synchronization."""
-        row = weights.products(loss)
+        self.add_row(weights.products(loss))
+
+    def add_row(self, row: torch.Tensor) -> None:
+        """Counts microbatches whose products (``Weights.products``) are added up already."""
         self._counts = row if self._counts is None else self._counts + row
 
     def share(self, loss: torch.Tensor, weights: Weights, group: dist.ProcessGroup | None) -> torch.Tensor:

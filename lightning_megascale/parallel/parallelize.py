@@ -1,4 +1,4 @@
-"""The fixed order in which the axes are applied to a model: TP/SP -> recompute -> compile -> FSDP2; then the first values."""
+"""The fixed order in which the axes are applied to a model: PP split -> TP/SP -> recompute -> compile -> FSDP2; then the first values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from lightning_megascale.layout import ModelLayout, ModuleInfo, guess_layout, repeated_blocks
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.parallel.data import apply_data_parallel, sum_gradients, units_of
+from lightning_megascale.parallel.pipeline import PassThrough, Pipeline, split_into_stages, unowned_parameters
+from lightning_megascale.parallel.pipeline_split import Stages, check_split, cut_stages
 from lightning_megascale.plan import ParallelPlan
+from lightning_megascale.support import schedule_name
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -29,6 +32,8 @@ class Parallelized:
         units: all FSDP2 units.
         partial: ids of the parameters whose gradients are parts of a sum over the tensor-parallel axis.
         by_user: the module's own ``configure_model`` had applied FSDP2 or tensor parallelism already.
+        pipeline: this rank's stages, or None without a pipeline.
+        copies: ids of the parameters that are a second copy of a tied one, which norms and checkpoints count once.
     """
 
     plan: ParallelPlan
@@ -37,6 +42,8 @@ class Parallelized:
     units: list[FSDPModule] = field(default_factory=list)
     partial: set[int] = field(default_factory=set)
     by_user: bool = False
+    pipeline: Pipeline | None = None
+    copies: set[int] = field(default_factory=set)
 
 
 def describe(model: nn.Module) -> list[ModuleInfo]:
@@ -102,7 +109,48 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
             "activation_checkpointing='selective' and the model's config.use_cache=True: the cache keeps what is recomputed; set "
             "model.config.use_cache = False for training"
         )
-    return wrong or _shared_between_units(module, model, layout)
+    if plan.pipeline_parallel_size > 1 and not wrong:
+        wrong = _check_pipeline(model, plan, layout)
+    return wrong or _shared_between_units(module, model, layout, pipelined=plan.pipeline_parallel_size > 1)
+
+
+def _check_pipeline(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
+    """A message for every rule of pipeline stages that a model violates."""
+    if layout is None or not (layout.blocks and layout.first and layout.last):
+        missing = [role for role in ("blocks", "first", "last") if layout is None or not getattr(layout, role)]
+        return [
+            f"pipeline_parallel_size={plan.pipeline_parallel_size} needs a layout that names the model's {', '.join(missing)}: the repeated "
+            f"layers, the modules called before and those called after them. A guess for {type(model).__name__}, to be read, corrected and "
+            f"given as MegascaleStrategy(layout=...):\n{guess_layout(describe(model)).paste()}"
+        ]
+    wrong = layout.unmatched([name for name, _ in model.named_modules()])
+    wrong = wrong or check_split(plan.pipeline_split, block_names(model, layout), _stage_count(plan))
+    if wrong:
+        return wrong
+    try:
+        stages = stages_of(model, plan, layout)
+    except ValueError as error:
+        return [str(error)]
+    return unowned_parameters(model, stages)
+
+
+def _stage_count(plan: ParallelPlan) -> int:
+    return plan.pipeline_parallel_size * plan.pipeline_stages_per_rank
+
+
+def stages_of(model: nn.Module, plan: ParallelPlan, layout: ModelLayout) -> Stages:
+    """The pipeline stages of a whole model under a plan."""
+    roles = layout.resolve([name for name, _ in model.named_modules()])
+    return cut_stages(
+        roles["first"],
+        roles["blocks"],
+        roles["last"],
+        describe(model),
+        ranks=plan.pipeline_parallel_size,
+        stages_per_rank=plan.pipeline_stages_per_rank,
+        schedule=schedule_name(plan.pipeline_schedule),
+        split=plan.pipeline_split,
+    )
 
 
 def _rank_dependent_modules(module: nn.Module) -> list[str]:
@@ -138,8 +186,11 @@ def _unshardable_parameters(module: nn.Module, model: nn.Module) -> list[str]:
     return wrong
 
 
-def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayout | None) -> list[str]:
-    """A message for every parameter that two FSDP2 units would hold: each would shard a copy, untied without an error."""
+def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayout | None, pipelined: bool) -> list[str]:
+    """A message for every parameter that two FSDP2 units would hold: each would shard a copy, untied without an error.
+
+    Outside of the blocks a pipeline may separate them: it gives each stage a copy and adds their gradients up.
+    """
     blocks = [model.get_submodule(name) for name in block_names(model, layout)]
     inside = {id(child): number for number, block in enumerate(blocks) for child in block.modules()}
     for number, root in enumerate(roots_of(module, model)):
@@ -182,18 +233,24 @@ def parallelize(
     done = Parallelized(plan, views)
     partial: list[str] = []
     proof = None
-    names = block_names(target, layout)
+    roots = roots_of(module, target)
+    if views.pipeline is not None:
+        assert layout is not None
+        done.pipeline = split_into_stages(target, layout, stages_of(target, plan, layout), views.pipeline.get_local_rank())
+        layout = done.pipeline.layout
+        roots = [*done.pipeline.chunks, *roots[1:]]
+    names = tuple(name for name in block_names(target, layout) if not isinstance(target.get_submodule(name), PassThrough))
     blocks = [target.get_submodule(name) for name in names]
     if views.tensor is not None and plan.tensor_parallel_size > 1:
-        from lightning_megascale.parallel.tensor import apply_tensor_parallel
+        from lightning_megascale.parallel.tensor import Roles, split_modules
         from lightning_megascale.parallel.tensor_proof import prepare_proof
 
         assert layout is not None
         proof = prepare_proof(target, layout, views.tensor, sequence_parallel=plan.sequence_parallel)
-        partial = apply_tensor_parallel(
+        partial = split_modules(
             target,
             views.tensor,
-            layout,
+            Roles.of(target, layout),
             sequence_parallel=plan.sequence_parallel,
             recompute=plan.activation_checkpointing,
             loss_parallel=plan.loss_parallel,
@@ -207,10 +264,11 @@ def parallelize(
 
         apply_recompute(blocks, plan.activation_checkpointing)
     apply_data_parallel(
-        roots_of(module, target),
+        roots,
         blocks,
         views,
         reshard_after_forward=plan.reshard_after_forward,
+        pipelined=done.pipeline is not None,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         cpu_offload=plan.cpu_offload,
@@ -221,13 +279,17 @@ def parallelize(
     done.blocks = tuple(".".join(filter(None, (prefix, name))) for name in names)
     parameters = dict(target.named_parameters(remove_duplicate=False))
     done.partial = {id(parameters[name]) for name in partial}
+    if done.pipeline is not None:
+        done.copies = {id(parameters[name]) for group in done.pipeline.tied for name in group[1:] if name in parameters}
     record_units(module, done)
     return done
 
 
 def record_units(module: nn.Module, done: Parallelized) -> None:
     """Notes the FSDP2 units of a module, and makes all of them sum."""
-    done.units = units_of(module)
+    chunks = [] if done.pipeline is None else done.pipeline.chunks
+    found = [unit for root in (*chunks, module) for unit in units_of(root)]
+    done.units = list({id(unit): unit for unit in found}.values())
     sum_gradients(done.units)
 
 

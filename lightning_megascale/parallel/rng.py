@@ -29,6 +29,17 @@ def seed_microbatch(seed: int, batch: int, data_parallel_rank: int) -> None:
     torch.manual_seed(derive_seed(seed, "microbatch", batch, data_parallel_rank))
 
 
+def seed_stage(seed: int, microbatch: int, data_parallel_rank: int, stage: int) -> None:
+    """Seeds torch's generators for one pipeline stage's forward of one microbatch: what the stages before drew is not known there.
+
+    Args:
+        seed, data_parallel_rank: as for ``seed_microbatch``.
+        microbatch: number of microbatches of this rank before this one.
+        stage: of the pipeline.
+    """
+    torch.manual_seed(derive_seed(seed, "stage", microbatch, data_parallel_rank, stage))
+
+
 @contextmanager
 def fork_seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds torch's generators inside the block and puts their state back afterwards."""

@@ -91,8 +91,8 @@ def explained() -> Iterator[None]:
 
 
 def check_rows(batch: Any, plan: ParallelPlan) -> None:
-    """With a global batch, a loader's batch has the microbatch's rows."""
-    if plan.microbatch_size is None:
+    """With a global batch, a loader's batch has the microbatch's rows; a pipeline cuts it into microbatches itself."""
+    if plan.microbatch_size is None or plan.pipeline_parallel_size > 1:
         return
     rows = rows_of(batch)
     if rows is not None and rows != plan.microbatch_size:

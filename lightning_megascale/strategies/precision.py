@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 
@@ -51,16 +52,22 @@ def reduction_dtype(module: torch.nn.Module, param_dtype: torch.dtype | None, wa
     return getattr(torch, wanted) if wanted is not None and computed.itemsize < 4 else None
 
 
-def install_clipping(plugin: Precision, seen: Callable[[torch.Tensor], None]) -> None:
+def install_clipping(
+    plugin: Precision,
+    seen: Callable[[torch.Tensor], None],
+    spread: Callable[[], tuple[dist.ProcessGroup | None, Collection[int]]] = lambda: (None, ()),
+) -> None:
     """Lets the plugin clip over several meshes; torch's own function fails on them.
 
     Args:
         plugin: any precision plugin.
         seen: is given the norm before clipping.
+        spread: the pipeline group and the copies of ``total_norm``, asked at each step.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        seen(clip_grad_norm_(plugin.main_params(optimizer), float(clip_val)))
+        pipeline, copies = spread()
+        seen(clip_grad_norm_(plugin.main_params(optimizer), float(clip_val), pipeline=pipeline, copies=copies))
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         for parameter in plugin.main_params(optimizer):

@@ -54,6 +54,11 @@ class StepNumbers:
             self._weights = (weights or self._weigh(module, self._batch) or _ONE).rounded_to(loss)
         return output
 
+    def begin_window(self, module: pl.LightningModule) -> None:
+        """At the first microbatch of an optimizer step, after the gradients were zeroed."""
+        guards.check_zeroed(module)
+        self.scale.restart()  # also of the microbatches of a window that was never stepped
+
     def before_backward(self, module: pl.LightningModule, loss: torch.Tensor) -> torch.Tensor:
         """The loss as a sum over what it counts, or, where it is a whole step, as its share of the global mean."""
         self._backwards += 1
@@ -63,8 +68,7 @@ class StepNumbers:
         assert self._weights is not None and self._loss is not None
         accumulate = module.trainer.accumulate_grad_batches
         if module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:
-            guards.check_zeroed(module)
-            self.scale.restart()  # Lightning has zeroed the gradients, also those of a window that was never stepped
+            self.begin_window(module)
         if accumulate == 1 and loss.dtype.itemsize >= 4:  # a half-precision loss could not carry n / N backward exactly
             return weighted(loss, self.scale.share(self._loss, self._weights, self._group))
         self.scale.add(self._loss, self._weights)

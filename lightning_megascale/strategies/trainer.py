@@ -38,10 +38,12 @@ from lightning_megascale.parallel.parallelize import (
     target_of,
 )
 from lightning_megascale.parallel.rng import seed_microbatch
+from lightning_megascale.parallel.tied import broadcast_tied, sum_tied_gradients
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
 from lightning_megascale.strategies import checkpoint as checkpoints
-from lightning_megascale.strategies import guards
+from lightning_megascale.strategies import guards, pipeline_guards
 from lightning_megascale.strategies.loaders import EvenLoader
+from lightning_megascale.strategies.pipeline_steps import PipelineSteps
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
 from lightning_megascale.strategies.steps import StepNumbers
 
@@ -94,6 +96,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._seed = 0
         self._numbers: StepNumbers | None = None
         self._finishing: Optimizer | None = None
+        self._pipeline: PipelineSteps | None = None
         self._control: Any = None
         self._peers_checked: set[str] = set()
         self.grad_norm: Tensor | None = None
@@ -121,6 +124,11 @@ class MegascaleStrategy(ModelParallelStrategy):
     def step_loss(self) -> Tensor | None:
         """Exact mean loss of the last optimizer step over all its tokens, microbatches and ranks (0-dim); None before the first."""
         return None if self._numbers is None else self._numbers.scale.step_loss
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of the last training batch: the loader's rows / ``microbatch_size``; 1 without a pipeline, 0 before the first."""
+        return 1 if self.plan.pipeline_parallel_size == 1 else 0 if self._pipeline is None else self._pipeline.num_microbatches
 
     @property
     def numbers(self) -> StepNumbers:
@@ -156,8 +164,9 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._use_no_grad_for_evaluation(trainer)
         plugin, param_dtype = for_sharded_model(self.precision_plugin)
         self.precision_plugin = plugin
-        install_clipping(plugin, self._note_norm)
+        install_clipping(plugin, self._note_norm, self._spread_of_parameters)
         self._parallelize(param_dtype)
+        self._open_pipeline(None if param_dtype is None else torch.float32)
         self._set_metric_groups()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -194,7 +203,8 @@ class MegascaleStrategy(ModelParallelStrategy):
         assert module is not None
         name, target = target_of(module, self._module_name)
         layout = find_layout(target, self._layout)
-        guards.raise_all(check_model(module, target, self.plan, layout), type(module).__name__)
+        piped = pipeline_guards.check_module(module, target) if self.plan.pipeline_parallel_size > 1 else []
+        guards.raise_all(piped or check_model(module, target, self.plan, layout), type(module).__name__)
         if not on_meta(module) and not same_on_all_ranks(module, self.root_device):
             rank_zero_info("ranks built different first values (no seed_everything?): all take those of rank 0")
             broadcast_from_first(module, self.root_device)
@@ -203,8 +213,42 @@ class MegascaleStrategy(ModelParallelStrategy):
         if on_meta(module):
             materialize(target, self.root_device, self._seed)
             materialize(module, self.root_device, self._seed)
+        if self._done.pipeline is not None and self.mesh_views.pipeline is not None:
+            broadcast_tied(target.to(self.root_device), self._done.pipeline, self.mesh_views.pipeline.get_group())
         units = f"{len(self._done.blocks)} blocks ({self._done.blocks[0]} ...)" if self._done.blocks else "no repeated blocks found"
         log.info("plan: %s; %s is sharded as %s and its rest", self.plan.summary(), name or type(module).__name__, units)
+
+    def _open_pipeline(self, output_dtype: torch.dtype | None) -> None:
+        """Makes the module's steps run through its stages; the zeroing of gradients moves before the forward, which runs the backward."""
+        module = self.lightning_module
+        assert module is not None and self._done is not None
+        if self._done.pipeline is None:
+            return
+        _, target = target_of(module, self._module_name)
+        views, device = self.mesh_views, self.root_device
+        self._pipeline = PipelineSteps(
+            module, target, self._done.pipeline, self.plan, views, device, self._seed, output_dtype, self._largest_over_ranks
+        )
+        zero_grad = module.optimizer_zero_grad
+        self._zero_grad = zero_grad
+        module.__dict__["optimizer_zero_grad"] = _zeroed_already
+
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            self.lightning_module.__dict__.pop("optimizer_zero_grad", None)
+        super().teardown()
+
+    def _largest_over_ranks(self, numbers: Sequence[float]) -> list[float]:
+        """The largest over all ranks of each of a few host numbers; no device is waited for."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._control_group())
+        return [float(value) for value in values]
+
+    def _spread_of_parameters(self) -> tuple[Any, Any]:
+        """What a norm over all parameters has to know: who holds other ones, and which are counted elsewhere."""
+        assert self._done is not None
+        pipeline = self.mesh_views.pipeline
+        return None if pipeline is None else pipeline.get_group(), self._done.copies
 
     def _use_no_grad_for_evaluation(self, trainer: pl.Trainer) -> None:
         """FSDP2's and DTensor's views cannot be made under inference_mode; no_grad gives the same numbers."""
@@ -220,8 +264,8 @@ class MegascaleStrategy(ModelParallelStrategy):
 
     def _derive_accumulation(self, trainer: pl.Trainer) -> None:
         """Accumulation follows from the global batch."""
-        if self.plan.global_batch_size is None:
-            return
+        if self.plan.global_batch_size is None or self.plan.pipeline_parallel_size > 1:
+            return  # under a pipeline the loader's batch says how many microbatches make a step
         _, accumulation, line = batch_arithmetic(self.plan)
         if trainer.accumulate_grad_batches not in (1, accumulation):
             raise ValueError(
@@ -239,28 +283,61 @@ class MegascaleStrategy(ModelParallelStrategy):
         batch = args[0] if args else next(iter(kwargs.values()))
         guards.check_rows(batch, self.plan)
         self._check_peers("train", batch)
-        seed_microbatch(self._seed, module.trainer.fit_loop.epoch_loop.total_batch_idx, self.data_parallel_rank)
+        number = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        if self._pipeline is not None:
+            return self._pipelined_step(self._pipeline, number, batch, args[1:])
+        seed_microbatch(self._seed, number, self.data_parallel_rank)
         self.numbers.before_forward(batch)
         with guards.explained():
             output = super().training_step(*args, **kwargs)
         return self.numbers.after_forward(module, output)
 
+    def _pipelined_step(self, pipeline: PipelineSteps, number: int, batch: Any, rest: tuple[Any, ...]) -> Any:
+        """Forward and backward of all microbatches at once: Lightning's order, zeroing between the two, would wipe the gradients."""
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        if (index := trainer.fit_loop.epoch_loop.batch_idx) % trainer.accumulate_grad_batches == 0:
+            self._zero_grad(trainer.current_epoch, index, self.optimizers[0])
+            self.numbers.begin_window(module)
+        with self.precision_plugin.train_step_context(), guards.explained():
+            loss, sums = pipeline.train(module.training_step, batch, rest, number)
+        self.numbers.scale.add_row(sums)
+        return {"loss": loss}
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_peers("validate", args[0] if args else next(iter(kwargs.values())))
-        return super().validation_step(*args, **kwargs)
+        return self._evaluate("validation_step", super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", super().predict_step, *args, **kwargs)
+
+    def _evaluate(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = args[0] if args else next(iter(kwargs.values()))
+        self._check_peers(name, batch)
+        if self._pipeline is None:
+            return step(*args, **kwargs)
+        contexts = {"validation_step": "val_step_context", "test_step": "test_step_context", "predict_step": "predict_step_context"}
+        with getattr(self.precision_plugin, contexts[name])():
+            return self._pipeline.evaluate(name, getattr(self.lightning_module, name), batch, args[1:])
 
     def _check_peers(self, loop: str, batch: Any) -> None:
-        """On a loop's first batch: tensor-parallel peers must work on the same rows."""
+        """On a loop's first batch: tensor- and pipeline-parallel peers must work on the same rows."""
         if loop not in self._peers_checked:
             self._peers_checked.add(loop)
-            guards.check_same_batch(batch, self.mesh_views.tensor_group, self.root_device)
+            views = self.mesh_views
+            for group in (views.tensor_group, None if views.pipeline is None else views.pipeline.get_group()):
+                guards.check_same_batch(batch, group, self.root_device)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(self.numbers.before_backward(module, closure_loss), module, optimizer, *args, **kwargs)
+        if self._pipeline is None:
+            self.precision_plugin.backward(self.numbers.before_backward(module, closure_loss), module, optimizer, *args, **kwargs)
         if module.automatic_optimization:
             self._finish()  # here already, so that on_after_backward sees the gradients that one device would have
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
@@ -286,6 +363,9 @@ class MegascaleStrategy(ModelParallelStrategy):
         """Finishes the gradients of the optimizer that is about to step, once."""
         assert self.lightning_module is not None and self._done is not None
         optimizer, self._finishing = self._finishing, None
+        if optimizer is not None and self._done.pipeline is not None and self.mesh_views.pipeline is not None:
+            _, target = target_of(self.lightning_module, self._module_name)
+            sum_tied_gradients(target, self._done.pipeline, self.mesh_views.pipeline.get_group())
         if optimizer is not None:
             self.numbers.finish(self.lightning_module, optimizer, self._done.partial)
 
@@ -361,6 +441,8 @@ class MegascaleStrategy(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         guards.check_optimizers(self.lightning_module, self.optimizers)
+        if self.plan.pipeline_parallel_size > 1:
+            pipeline_guards.check_optimizers(self.optimizers)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -380,13 +462,13 @@ class MegascaleStrategy(ModelParallelStrategy):
             checkpoints.save_single_file(path, *arguments)
             return
         peers = self.plan.model_parallel_size
-        first = peers == 1 or torch.distributed.get_rank() == int(self._first_of_data_rank())
+        first = peers == 1 or self._is_first_of_data_rank()
         checkpoints.save(path, *arguments, data_parallel_rank=self.data_parallel_rank, is_first_of_data_rank=first)
 
-    def _first_of_data_rank(self) -> int:
-        """Lowest global rank among those that share this rank's rows."""
-        tensor = self.mesh_views.tensor
-        return torch.distributed.get_rank() if tensor is None else int(tensor.mesh.min())
+    def _is_first_of_data_rank(self) -> bool:
+        """True on one of the ranks that share this rank's rows."""
+        views = self.mesh_views
+        return all(axis is None or axis.get_local_rank() == 0 for axis in (views.tensor, views.pipeline))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -408,3 +490,7 @@ class MegascaleStrategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             checkpoints.remove(str(filepath))
+
+
+def _zeroed_already(epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+    """Lightning zeroes after the forward; under a pipeline the backward is done by then, and the strategy has zeroed before it."""

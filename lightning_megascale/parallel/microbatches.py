@@ -1,0 +1,82 @@
+"""A batch as microbatches of equal rows, and what a step gave for each of them as one result again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def split_rows(batch: Any, rows: int, parts: int) -> list[Any]:
+    """Cuts a batch into parts of equal rows; what has no rows goes to every part.
+
+    Args:
+        batch: a nest of mappings, sequences and dataclasses. Tensors whose dim 0 has ``rows`` entries are cut (views, no copies), and so
+            are lists of as many strings or numbers; 0-dim tensors, strings and numbers are repeated.
+        rows: of the batch.
+        parts: a divisor of ``rows``.
+
+    Raises:
+        ValueError: for a tensor with another number of rows: nothing tells which part it belongs to.
+    """
+    return [_part(batch, rows, rows // parts, number, "batch") for number in range(parts)]
+
+
+def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
+    begin = number * size
+    if isinstance(value, Tensor):
+        if value.ndim == 0:
+            return value
+        if value.shape[0] != rows:
+            raise ValueError(
+                f"{name} has {value.shape[0]} rows and the batch {rows}, so it cannot be cut into microbatches: give each tensor one row "
+                "for each sample, or make it a 0-dim tensor"
+            )
+        return value[begin : begin + size]
+    if isinstance(value, Mapping):
+        items = {key: _part(item, rows, size, number, f"{name}[{key!r}]") for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: _part(getattr(value, f.name), rows, size, number, f"{name}.{f.name}") for f in fields(value) if f.init}
+        return replace(value, **changed)
+    if isinstance(value, (list, tuple)):
+        if len(value) == rows and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
+            return value[begin : begin + size]
+        items = [_part(item, rows, size, number, f"{name}[{place}]") for place, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def merge_results(results: Sequence[Any], weights: Sequence[float]) -> Any:
+    """What a step returned for each microbatch, as it would have been for the whole batch.
+
+    Args:
+        results: alike in structure. 0-dim floating tensors become their weighted mean, other tensors are joined along dim 0, lists are
+            joined, mappings and tuples are merged entry by entry; anything else must be equal, or a list of all values is given.
+        weights: what each microbatch counts.
+    """
+    first = results[0]
+    if isinstance(first, Tensor):
+        if first.ndim:
+            return torch.cat(list(results))
+        return weighted_mean(list(results), weights) if first.is_floating_point() else torch.stack(list(results)).sum()
+    if isinstance(first, Mapping):
+        return {key: merge_results([result[key] for result in results], weights) for key in first}
+    if isinstance(first, tuple):
+        items = [merge_results(group, weights) for group in zip(*results)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+    if isinstance(first, list):
+        return [item for result in results for item in result]
+    return first if all(result == first for result in results) else list(results)
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Mean of 0-dim tensors; what counts nothing adds nothing, whatever its value (a mean over nothing is NaN)."""
+    total = sum(weights)
+    if not total:
+        return torch.stack(list(values)).mean()
+    dtype = values[0].dtype
+    return torch.stack([value.double() * weight for value, weight in zip(values, weights) if weight]).sum().div(total).to(dtype)

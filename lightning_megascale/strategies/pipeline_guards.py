@@ -1,0 +1,102 @@
+"""Refusals of a pipelined step: what cannot go through a pipeline is named, on all ranks, before anybody waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_megascale.plan import ParallelPlan
+
+log = logging.getLogger(__name__)
+
+OUTSIDE = (
+    "{model} is cut into pipeline stages and was called outside of a training, validation, test or predict step: no rank holds it whole. "
+    "Use a checkpoint and pipeline_parallel_size=1 for generation and other direct calls"
+)
+SECOND_CALL = (
+    "the step calls {model} a second time: a pipeline runs one call of the model for each microbatch. Concatenate the inputs into one call, "
+    "or use pipeline_parallel_size=1"
+)
+NO_CALL = (
+    "{step} never called {model}, the pipelined module: with pipeline_parallel_size above 1 it is called exactly once, as self.model(...) "
+    "(name it with MegascaleStrategy(module=...))"
+)
+UNEQUAL_CALLS = (
+    "the microbatches of one batch reach the model with different shapes ({first} and {other}): a pipeline's buffers have one shape for a "
+    "whole batch. Pad the batch in the collate function, not in the step"
+)
+NO_LOSS = (
+    "training_step returned no loss that depends on the model's output: with pipeline_parallel_size above 1 it must return a loss tensor, "
+    "a mapping with 'loss', or {'loss_sum', 'num_tokens'}; a step cannot be skipped by returning None"
+)
+NO_WEIGHT = (
+    "training_step returns a scalar mean, and its batch tells neither labels nor rows, so its weight against the other microbatches is "
+    "unknown: put a tensor with a row dimension in the batch, or return {'loss_sum': ..., 'num_tokens': ...}"
+)
+LIST_METRICS = (
+    "{names}: a metric that keeps a list of all values is filled on the last pipeline stage only, and would be sent whole after each step: "
+    "use one with fixed states (a binned AUROC, a mean), or pipeline_parallel_size=1"
+)
+
+
+def raise_all(wrong: Sequence[str]) -> None:
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def refuse_ragged(rows: int, size: int, anybody_ragged: bool, most: int, least: int, accumulate: int, plan: ParallelPlan) -> None:
+    """All ranks must run the same microbatches."""
+    if most != least:
+        raise ValueError(
+            f"data-parallel ranks have batches of {least} to {most} rows in one step (here {rows}), so their pipelines would run different "
+            "numbers of microbatches: set drop_last=True on the DataLoader, or make the dataset a multiple of the batch"
+        )
+    if anybody_ragged:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be cut into microbatches of microbatch_size={size}: the loader's batch_size must be a multiple "
+            "of it, with drop_last=True"
+        )
+    total = rows * int(plan.data_parallel_size) * accumulate
+    if plan.global_batch_size is not None and plan.global_batch_size != total:
+        raise ValueError(
+            f"global_batch_size={plan.global_batch_size}, and the loader's {rows} rows x data-parallel size {plan.data_parallel_size} x "
+            f"accumulate_grad_batches={accumulate} = {total}: under a pipeline the loader's batch holds all microbatches of a schedule"
+        )
+
+
+def check_module(module: pl.LightningModule, target: nn.Module) -> list[str]:
+    """A message for everything of a LightningModule that a pipeline cannot run."""
+    name = type(module).__name__
+    wrong = []
+    if not module.automatic_optimization:
+        wrong.append(
+            "manual optimization: the pipeline's schedule runs forward and backward of all microbatches itself, so a step cannot call "
+            "manual_backward; use automatic optimization or pipeline_parallel_size=1"
+        )
+    if target is module:
+        children = ", ".join(child for child, _ in module.named_children())
+        return [
+            *wrong,
+            f"the model must be one child of {name}, called once in each step as self.model(...), and its layers lie in several children "
+            f"({children}) or in {name} itself: put them into one nn.Module, or name the one with MegascaleStrategy(module=...)",
+        ]
+    inside = {id(parameter) for parameter in target.parameters()}
+    outside = [key for key, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in inside]
+    if outside:
+        wrong.append(
+            f"{', '.join(outside[:6])}{' and more' if len(outside) > 6 else ''}: trainable, and outside of the pipelined module, so only the "
+            "last pipeline stage would train them: move them into it, or freeze them"
+        )
+    return wrong
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    if len(optimizers) > 1:
+        raise ValueError(
+            f"configure_optimizers returned {len(optimizers)} optimizers: a pipelined step runs its backward before an optimizer is chosen. "
+            "Use one optimizer with parameter groups, or pipeline_parallel_size=1"
+        )

@@ -1,0 +1,310 @@
+"""A LightningModule's step through a pipeline: its model call is captured for each microbatch and replayed by the stages' schedule.
+
+``training_step`` runs up to ``self.model(...)`` on every rank, which gives the call to replay; on the last stage's rank it runs again with
+the model's output in place of the call, which gives the loss. Both runs draw the same random numbers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_megascale.mesh import MeshViews
+from lightning_megascale.parallel.loss_scale import Weights, rows_of, weigh, weighted
+from lightning_megascale.parallel.microbatches import merge_results, split_rows
+from lightning_megascale.parallel.mixin import become
+from lightning_megascale.parallel.pipeline import Call, Pipeline
+from lightning_megascale.parallel.pipeline_boundaries import infer_boundaries
+from lightning_megascale.parallel.pipeline_schedule import CallStage, build_schedule, reshard, run_schedule
+from lightning_megascale.parallel.rng import seed_microbatch, seed_stage
+from lightning_megascale.plan import ParallelPlan
+from lightning_megascale.strategies import pipeline_guards as guards
+from lightning_megascale.strategies.pipeline_logs import LogRecorder, MetricStates, Results
+from lightning_megascale.strategies.steps import read_output
+
+_KEPT_SCHEDULES = 4  # shapes of a batch that are remembered: each holds its receive buffers
+
+
+class _Captured(BaseException):
+    """Carries a model call out of a step. No Exception: the step's own ``except`` must not swallow it."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__("model call")
+        self.call = call
+
+
+@dataclass
+class _Switch:
+    """What a call of the pipelined model does: None refuses it, "capture" records it, "answer" hands out the pipeline's output."""
+
+    mode: str | None = None
+    answer: Any = None
+    answered: int = 0
+
+
+class Piped:
+    """The user's model while its stages lie on several ranks; its class is put before the model's own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        switch: _Switch = self.__dict__["_pipeline_switch"]
+        if switch.mode == "capture":
+            raise _Captured((args, kwargs))
+        if switch.mode is None:
+            raise ValueError(guards.OUTSIDE.format(model=type(self).__name__))
+        switch.answered += 1
+        if switch.answered > 1:
+            raise ValueError(guards.SECOND_CALL.format(model=type(self).__name__))
+        answer, switch.answer = switch.answer, None
+        return answer
+
+    forward = __call__
+
+
+@dataclass
+class _Work:
+    """One call of a step: its microbatches and what the last stage makes of them."""
+
+    step: Callable[..., Any]
+    parts: list[Any]
+    rest: tuple[Any, ...]
+    number: int
+    train: bool
+    results: list[Any] = field(default_factory=list)
+    weights: list[float | Tensor] = field(default_factory=list)
+    sums: Tensor | None = None
+    logs: list[LogRecorder] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class PipelineSteps:
+    """Runs training, validation, test and prediction steps of a module whose model is cut into stages.
+
+    Args:
+        module: the LightningModule.
+        model: its pipelined child.
+        pipeline: this rank's stages.
+        plan, views, device, seed: of the run.
+        output_dtype: floating outputs of the model are cast to it (mixed precision); None leaves them.
+        agree: (numbers) -> the largest over all ranks of each; host data, never waits for a device.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        model: nn.Module,
+        pipeline: Pipeline,
+        plan: ParallelPlan,
+        views: MeshViews,
+        device: torch.device,
+        seed: int,
+        output_dtype: torch.dtype | None,
+        agree: Callable[[Sequence[float]], list[float]],
+    ) -> None:
+        assert views.pipeline is not None
+        self.pipeline, self.num_microbatches = pipeline, 0
+        self._module, self._plan, self._views, self._device, self._seed = module, plan, views, device, seed
+        self._group = views.pipeline.get_group()
+        self._output_dtype, self._agree = output_dtype, agree
+        self._switch = _Switch()
+        become(model, Piped)
+        model.__dict__["_pipeline_switch"] = self._switch
+        self._model = model
+        self._built: OrderedDict[Any, tuple[Any, list[CallStage]]] = OrderedDict()
+        self._work: _Work | None = None
+        self._metrics = MetricStates(module)
+        self._results = Results(self._group, pipeline.last_owner, device)
+        self._told: set[str] = set()
+
+    # ---- steps ---------------------------------------------------------------------------------------------------------
+
+    def train(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...], number: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a batch.
+
+        Args:
+            step: the module's ``training_step``.
+            batch, rest: its arguments.
+            number: of training batches before this one, which its random numbers follow.
+
+        Returns:
+            the mean loss over the batch's rows, and the row of sums that ``LossScale`` counts; on every rank of the pipeline.
+        """
+        rows = self._rows(batch, "training_step")
+        size = self._plan.microbatch_size or 1
+        whole, most, least = self._agree([float(rows % size != 0), rows, -rows])
+        guards.refuse_ragged(rows, size, bool(whole), int(most), int(-least), self._module.trainer.accumulate_grad_batches, self._plan)
+        count = rows // size
+        guards.raise_all(self._plan.check_microbatches(count))
+        self.num_microbatches = count
+        work = _Work(step, split_rows(batch, rows, count), rest, number, train=True)
+        calls = self._capture(work)
+        if isinstance(calls, BaseException):
+            raise ValueError(guards.NO_CALL.format(step="training_step", model=type(self._model).__name__))
+        self._run(work, calls)
+        sums = self._share(work)
+        assert sums is not None
+        return sums[4] / sums[0].clamp(min=1e-300), sums
+
+    def evaluate(self, name: str, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> Any:
+        """Forward of a batch; returns what the step gave for the whole of it, on every rank of the pipeline."""
+        rows = self._rows(batch, name)
+        size = self._plan.microbatch_size or 1
+        ragged, most, least = self._agree([float(rows % size != 0), rows, -rows])
+        count = 1 if ragged or most != -least else rows // size
+        work = _Work(step, split_rows(batch, rows, count), rest, 0, train=False)
+        calls = self._capture(work)
+        if isinstance(calls, _NotCalled):
+            return step(batch, *rest)  # no model call, nothing to pipeline
+        self._run(work, calls)
+        reshard(self.pipeline)
+        self._share(work)
+        return self._results.share_output(work.results, work.weights)
+
+    # ---- capture -------------------------------------------------------------------------------------------------------
+
+    def _rows(self, batch: Any, step: str) -> int:
+        rows = rows_of(batch)
+        if not rows:
+            raise ValueError(f"the batch of {step} holds no tensor with rows, so it cannot be cut into microbatches")
+        return rows
+
+    def _capture(self, work: _Work) -> list[Call] | _NotCalled:
+        """The model's arguments for each microbatch."""
+        calls: list[Call] = []
+        self._switch.mode = "capture"
+        try:
+            with LogRecorder(self._module):
+                for number, part in enumerate(work.parts):
+                    self._seed_part(work, number)
+                    try:
+                        work.step(part, *work.rest)
+                        return _NotCalled()
+                    except _Captured as captured:
+                        calls.append(captured.call)
+        finally:
+            self._switch.mode = None
+        shapes = [_shapes(call) for call in calls]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(guards.UNEQUAL_CALLS.format(first=shapes[0], other=next(s for s in shapes if s != shapes[0])))
+        return calls
+
+    def _seed_part(self, work: _Work, number: int) -> None:
+        seed_microbatch(self._seed, work.number * len(work.parts) + number, self._views.data_parallel_rank)
+
+    # ---- the schedule --------------------------------------------------------------------------------------------------
+
+    def _run(self, work: _Work, calls: list[Call]) -> None:
+        key = (work.train, len(calls), _shapes(calls[0]))
+        if self._agree([float(key not in self._built)])[0]:
+            self._build(key, calls[0])
+        self._built.move_to_end(key)
+        schedule, stages = self._built[key]
+        self._work = work
+        try:
+            run_schedule(schedule, stages, calls, self.pipeline.has_last)
+        finally:
+            self._work = None
+
+    def _build(self, key: Any, call: Call) -> None:
+        """A schedule for one shape of microbatch; on all ranks together."""
+        train, count, _ = key
+        boundaries = infer_boundaries(self.pipeline, call, self._device, self._group)
+        self._built[key] = build_schedule(
+            self.pipeline,
+            self._plan.pipeline_schedule,
+            count,
+            boundaries,
+            device=self._device,
+            group=self._group,
+            loss_fn=self._loss,
+            before_forward=self._before_forward,
+            train=train,
+            reduce_every=self._plan.reduce_gradients == "every",
+        )
+        while len(self._built) > _KEPT_SCHEDULES:
+            self._built.popitem(last=False)
+
+    def _before_forward(self, stage: int, number: int) -> None:
+        assert self._work is not None
+        seed_stage(self._seed, self._work.number * len(self._work.parts) + number, self._views.data_parallel_rank, stage)
+
+    # ---- the loss, on the last stage -----------------------------------------------------------------------------------
+
+    def _loss(self, output: Any, number: Tensor) -> Tensor:
+        """The rest of the step for one microbatch. An error waits until the schedule has ended, or the other ranks would wait for ever."""
+        work = self._work
+        assert work is not None
+        index = int(number)
+        nothing = sum((leaf.double().sum() * 0 for leaf in output if leaf.requires_grad), torch.zeros((), dtype=torch.float64))
+        if work.error is not None:
+            return nothing
+        try:
+            return self._replay(work, index, self.pipeline.chunks[-1].rebuild(output))
+        except Exception as error:
+            work.error = error
+            return nothing
+
+    def _replay(self, work: _Work, index: int, output: Any) -> Tensor:
+        part = work.parts[index]
+        if self._output_dtype is not None:
+            output = tree_map_only(Tensor, lambda t: t.to(self._output_dtype) if t.is_floating_point() else t, output)
+        self._seed_part(work, index)
+        self._switch.mode, self._switch.answer, self._switch.answered = "answer", output, 0
+        try:
+            with LogRecorder(self._module) as logs:
+                result = work.step(part, *work.rest)
+        finally:
+            self._switch.mode, self._switch.answer = None, None
+        work.logs.append(logs)
+        plan = self._plan
+        if not work.train:
+            work.results.append(tree_map_only(Tensor, Tensor.detach, result))
+            weights = weigh(part, plan.loss_weight, plan.label_alignment, self._device)
+            work.weights.append(1.0 if weights is None else weights.used)
+            return torch.zeros(())
+        result, loss, given = read_output(result)
+        if loss is None or not loss.requires_grad:
+            raise ValueError(guards.NO_LOSS)
+        weights = given or weigh(part, plan.loss_weight, plan.label_alignment, self._device)
+        if weights is None:
+            raise ValueError(guards.NO_WEIGHT)
+        weights = weights.rounded_to(loss)
+        self._tell_extras(result)
+        row = weights.products(loss.detach())
+        work.sums = row if work.sums is None else work.sums + row
+        work.weights.append(weights.used)
+        return weighted(loss, weights.used)
+
+    def _tell_extras(self, result: Any) -> None:
+        extra = sorted(set(result) - {"loss", "loss_sum", "num_tokens"}) if isinstance(result, dict) else []
+        if extra and "extras" not in self._told:
+            self._told.add("extras")
+            guards.log.warning("training_step also returned %s: under a pipeline only the loss reaches on_train_batch_end", ", ".join(extra))
+
+    # ---- results on every rank -----------------------------------------------------------------------------------------
+
+    def _share(self, work: _Work) -> Tensor | None:
+        """Gives every rank of the pipeline the sums, the logged values and the metrics of the last stage; raises its error on all."""
+        sums, logs = self._results.share(work.sums, work.logs, work.weights, work.error)
+        self._metrics.share(self._group, self.pipeline.last_owner)
+        for entry in logs:
+            entry.log(self._module)
+        return sums
+
+
+class _NotCalled:
+    """The step never called the model."""
+
+
+def _shapes(call: Call) -> tuple[Any, ...]:
+    """What a schedule depends on: shapes and dtypes of the tensors in a call."""
+    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in tree_leaves(call))
+
+
