@@ -24,8 +24,41 @@ def allowed(row: list[str]) -> bool:
 
 
 def covering(table: dict[str, tuple[str, ...]]) -> list[dict[str, str]]:
+    """Cases in which every allowed pair stands. AllPairs misses a few where much is refused; these get cases of their own."""
     names = list(table)
-    return [dict(zip(names, row)) for row in AllPairs([list(table[name]) for name in names], filter_func=allowed)]
+    cases = [dict(zip(names, row)) for row in AllPairs([list(table[name]) for name in names], filter_func=allowed)]
+    missing = pairs_of(table) - {pair for case in cases for pair in pairs_in(case)}
+    while missing:
+        case = completed(table, min(missing, key=sorted), missing)
+        cases.append(case)
+        missing -= pairs_in(case)
+    return cases
+
+
+Pair = frozenset[tuple[str, str]]
+
+
+def pairs_in(case: dict[str, str]) -> set[Pair]:
+    return {frozenset(pair) for pair in combinations(case.items(), 2)}
+
+
+def pairs_of(table: dict[str, tuple[str, ...]]) -> set[Pair]:
+    found = set()
+    for (one, ones), (other, others) in combinations(table.items(), 2):
+        found |= {frozenset(((one, a), (other, b))) for a in ones for b in others if allowed([a, b])}
+    return {pair for pair in found if completed(table, pair, set())}
+
+
+def completed(table: dict[str, tuple[str, ...]], pair: Pair, wanted: set[Pair]) -> dict[str, str]:
+    """A whole case around a pair that holds many of the wanted ones; empty when every completion is refused."""
+    case = dict(pair)
+    for name, choices in table.items():
+        if name not in case:
+            fitting = [choice for choice in choices if allowed([*case.values(), choice])]
+            if not fitting:
+                return {}
+            case[name] = max(fitting, key=lambda choice: len(pairs_in({**case, name: choice}) & wanted))
+    return {name: case[name] for name in table}
 
 
 def small_table() -> dict[str, tuple[str, ...]]:

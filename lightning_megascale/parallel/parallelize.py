@@ -118,11 +118,13 @@ def _check_pipeline(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | 
     """A message for every rule of pipeline stages that a model violates."""
     if layout is None or not (layout.blocks and layout.first and layout.last):
         missing = [role for role in ("blocks", "first", "last") if layout is None or not getattr(layout, role)]
-        return [
-            f"pipeline_parallel_size={plan.pipeline_parallel_size} needs a layout that names the model's {', '.join(missing)}: the repeated "
-            f"layers, the modules called before and those called after them. A guess for {type(model).__name__}, to be read, corrected and "
-            f"given as MegascaleStrategy(layout=...):\n{guess_layout(describe(model)).paste()}"
-        ]
+        message = (
+            f"pipeline_parallel_size={plan.pipeline_parallel_size} needs a layout that names the model's {', '.join(missing)}: the "
+            "repeated layers, the modules called before and those called after them. A guess for "
+            f"{type(model).__name__}, to be read, corrected and given as MegascaleStrategy(layout=...):\n"
+            f"{guess_layout(describe(model)).paste()}"
+        )
+        return [message]
     wrong = layout.unmatched([name for name, _ in model.named_modules()])
     wrong = wrong or check_split(plan.pipeline_split, block_names(model, layout), _stage_count(plan))
     if wrong:

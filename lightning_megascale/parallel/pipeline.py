@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -181,10 +180,11 @@ def unowned_parameters(model: nn.Module, stages: Stages) -> list[str]:
     lost = [name for name, _ in model.named_parameters(remove_duplicate=False) if stages.stage_of(name) is None]
     if not lost:
         return []
-    return [
+    message = (
         f"{', '.join(lost[:6])}{' and more' if len(lost) > 6 else ''}: no pipeline stage holds them: name their modules in the layout's "
         "first (called before the blocks) or last (called after them)"
-    ]
+    )
+    return [message]
 
 
 def split_into_stages(model: nn.Module, layout: ModelLayout, stages: Stages, rank: int) -> Pipeline:

@@ -109,9 +109,13 @@ def _run_stage(
     if probes[-1].name in blocks and last is not None:
         made = last.output[0] if in_tuples else last.output
         if made is not output and not (isinstance(made, Tensor) and made.shape == output.shape and torch.equal(made, output)):
-            return None, in_tuples, (
-                f"the model changes the hidden state after {last.name!r}, the last block of pipeline stage {stage}, outside of any module, "
-                "which the pipeline would leave out or do twice: move it into a block, or choose another pipeline_split"
+            return (
+                None,
+                in_tuples,
+                (
+                    f"the model changes the hidden state after {last.name!r}, the last block of pipeline stage {stage}, outside of any module, "
+                    "which the pipeline would leave out or do twice: move it into a block, or choose another pipeline_split"
+                ),
             )
     wrong = _depends_on_hidden(stage, runs, blocks) or _called_otherwise(stage, probes)
     return Boundary(tuple(output.shape), output.dtype), in_tuples, wrong

@@ -87,6 +87,9 @@ class CallStage(PipelineStage):
         self._before_forward(self.stage_index, self.microbatch)
         return self.submod(*received, call=self.calls[self.microbatch])
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)  # any number of tensors leave the last stage
+
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         if not self._reduce_every or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -49,7 +49,10 @@ def _exchange(mine: torch.Tensor, owners: Sequence[int], rank: int, group: dist.
     transfers = []
     for owner, part in zip(owners, parts):
         if owner != rank:
-            transfers += [dist.P2POp(dist.isend, mine, group=group, group_peer=owner), dist.P2POp(dist.irecv, part, group=group, group_peer=owner)]
+            transfers += [
+                dist.P2POp(dist.isend, mine, group=group, group_peer=owner),
+                dist.P2POp(dist.irecv, part, group=group, group_peer=owner),
+            ]
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
         work.wait()
     return parts

@@ -133,11 +133,15 @@ class Results:
             self._send_structure(number, error)
         values = sent[_HEADER : _HEADER + min(count, _ROOM)]
         if count > _ROOM:
-            rest = torch.stack([e.value.double() for e in self._numeric(entries)[_ROOM:]]) if self._is_owner else sent.new_empty(count - _ROOM)
+            rest = (
+                torch.stack([e.value.double() for e in self._numeric(entries)[_ROOM:]]) if self._is_owner else sent.new_empty(count - _ROOM)
+            )
             dist.broadcast(rest, group=self._group, group_src=self._owner)
             values = torch.cat([values, rest])
         numbers = iter(values)
-        found = [Entry(name, next(numbers).to(kind) if isinstance(kind, torch.dtype) else kind, dict(o)) for name, kind, o in self._structure]
+        found = [
+            Entry(name, next(numbers).to(kind) if isinstance(kind, torch.dtype) else kind, dict(o)) for name, kind, o in self._structure
+        ]
         return (sent[:5].clone() if head[5] else None), found
 
     def _pack(self, sums: Tensor | None, entries: list[Entry], error: Exception | None) -> Tensor:

@@ -286,7 +286,9 @@ class PipelineSteps:
         extra = sorted(set(result) - {"loss", "loss_sum", "num_tokens"}) if isinstance(result, dict) else []
         if extra and "extras" not in self._told:
             self._told.add("extras")
-            guards.log.warning("training_step also returned %s: under a pipeline only the loss reaches on_train_batch_end", ", ".join(extra))
+            guards.log.warning(
+                "training_step also returned %s: under a pipeline only the loss reaches on_train_batch_end", ", ".join(extra)
+            )
 
     # ---- results on every rank -----------------------------------------------------------------------------------------
 
@@ -306,5 +308,3 @@ class _NotCalled:
 def _shapes(call: Call) -> tuple[Any, ...]:
     """What a schedule depends on: shapes and dtypes of the tensors in a call."""
     return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in tree_leaves(call))
-
-
