@@ -295,10 +295,8 @@ class ParallelPlan:
         rounds = max(1, microbatches // ranks)
         if schedule in LOOPED_SCHEDULES and (microbatches < ranks or microbatches % rounds):
             near = f"{max(1, microbatches // ranks) * ranks} or {(microbatches // ranks + 1) * ranks}"
-            return [
-                f"{rows}, and pipeline_schedule={schedule!r} works in rounds of pipeline_parallel_size={ranks} microbatches: "
-                f"use {near} microbatches"
-            ]
+            rule = f"pipeline_schedule={schedule!r} works in rounds of pipeline_parallel_size={ranks} microbatches"
+            return [f"{rows}, and {rule}: use {near} microbatches"]
         return []
 
     def _check_batch(self, world_size: int) -> list[str]:

@@ -132,8 +132,8 @@ for _schedule in ZERO_BUBBLE_SCHEDULES:
         ),
         **{
             frozenset((_schedule, axes)): (
-                "a tensor-parallel linear owns its weights in one function, whose backward (and its collectives) a zero-bubble schedule runs "
-                "twice: use 'Interleaved1F1B' or '1F1B'"
+                "a tensor-parallel linear owns its weights in one function, whose backward (and its collectives) a zero-bubble schedule "
+                "runs twice: use 'Interleaved1F1B' or '1F1B'"
             )
             for axes in _TENSOR_PIPELINES
         },

@@ -37,8 +37,8 @@ def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
             )
         return value[begin : begin + size]
     if isinstance(value, Mapping):
-        items = {key: _part(item, rows, size, number, f"{name}[{key!r}]") for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+        pairs = {key: _part(item, rows, size, number, f"{name}[{key!r}]") for key, item in value.items()}
+        return pairs if type(value) is dict else type(value)(pairs)  # type: ignore[call-arg]
     if is_dataclass(value) and not isinstance(value, type):
         changed = {f.name: _part(getattr(value, f.name), rows, size, number, f"{name}.{f.name}") for f in fields(value) if f.init}
         return replace(value, **changed)

@@ -94,7 +94,7 @@ def _run_stage(
             with _probes(chunk.model, units) as probes, fork_seeded(0, device):
                 try:
                     output = chunk(*received, call=call)
-                except Exception as error:  # told to all ranks, which would wait for ever
+                except Exception as error:  # noqa: BLE001 - told to all ranks, which would wait for ever
                     return None, False, f"pipeline stage {stage} cannot run: {type(error).__name__}: {error}"
         runs.append((probes, output))
         if received and (wrong := _changed_on_the_way_in(stage, probes, received[0])):
@@ -113,8 +113,8 @@ def _run_stage(
                 None,
                 in_tuples,
                 (
-                    f"the model changes the hidden state after {last.name!r}, the last block of pipeline stage {stage}, outside of any module, "
-                    "which the pipeline would leave out or do twice: move it into a block, or choose another pipeline_split"
+                    f"the model changes the hidden state after {last.name!r}, the last block of pipeline stage {stage}, outside of any "
+                    "module, which the pipeline would leave out or do twice: move it into a block, or choose another pipeline_split"
                 ),
             )
     wrong = _depends_on_hidden(stage, runs, blocks) or _called_otherwise(stage, probes)
@@ -125,8 +125,8 @@ def _called_otherwise(stage: int, probes: list[Probe]) -> str | None:
     unused = [probe.name for probe in probes if probe.calls == 0]
     if unused:
         return (
-            f"the model did not call {', '.join(map(repr, unused))} of pipeline stage {stage} before the next stage's modules: the layout's "
-            "first, blocks and last must stand in the order of the calls"
+            f"the model did not call {', '.join(map(repr, unused))} of pipeline stage {stage} before the next stage's modules: the "
+            "layout's first, blocks and last must stand in the order of the calls"
         )
     return None
 
@@ -139,7 +139,7 @@ def _changed_on_the_way_in(stage: int, probes: list[Probe], received: Tensor) ->
     where = "never reaches a module" if first is None else f"is not what {first.name!r} is given"
     return (
         f"the hidden state that pipeline stage {stage} receives {where}: the model changes it on its way (a factor or a dropout after the "
-        "embedding, a slice of a block's output), which would happen once on every stage. Put that into a module and name the module in the "
+        "embedding, a slice of a block's output), which would happen once on every stage. Put that into a module and name it in the "
         "layout's first, or into the first block"
     )
 

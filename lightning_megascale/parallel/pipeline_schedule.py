@@ -173,9 +173,8 @@ def run_schedule(schedule: _PipelineSchedule, stages: Sequence[CallStage], calls
     """
     for stage in stages:
         stage.calls = calls
-    numbers = dict(target=torch.arange(len(calls))) if has_last else {}
     try:
-        schedule.step(return_outputs=False, **numbers)
+        schedule.step(return_outputs=False, target=torch.arange(len(calls)) if has_last else None)
     finally:
         for stage in stages:
             stage.calls = ()

@@ -18,8 +18,8 @@ OUTSIDE = (
     "Use a checkpoint and pipeline_parallel_size=1 for generation and other direct calls"
 )
 SECOND_CALL = (
-    "the step calls {model} a second time: a pipeline runs one call of the model for each microbatch. Concatenate the inputs into one call, "
-    "or use pipeline_parallel_size=1"
+    "the step calls {model} a second time: a pipeline runs one call of the model for each microbatch. Concatenate the inputs into one "
+    "call, or use pipeline_parallel_size=1"
 )
 NO_CALL = (
     "{step} never called {model}, the pipelined module: with pipeline_parallel_size above 1 it is called exactly once, as self.model(...) "
@@ -79,17 +79,17 @@ def check_module(module: pl.LightningModule, target: nn.Module) -> list[str]:
         )
     if target is module:
         children = ", ".join(child for child, _ in module.named_children())
-        return [
-            *wrong,
+        message = (
             f"the model must be one child of {name}, called once in each step as self.model(...), and its layers lie in several children "
-            f"({children}) or in {name} itself: put them into one nn.Module, or name the one with MegascaleStrategy(module=...)",
-        ]
+            f"({children}) or in {name} itself: put them into one nn.Module, or name the one with MegascaleStrategy(module=...)"
+        )
+        return [*wrong, message]
     inside = {id(parameter) for parameter in target.parameters()}
     outside = [key for key, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in inside]
     if outside:
         wrong.append(
-            f"{', '.join(outside[:6])}{' and more' if len(outside) > 6 else ''}: trainable, and outside of the pipelined module, so only the "
-            "last pipeline stage would train them: move them into it, or freeze them"
+            f"{', '.join(outside[:6])}{' and more' if len(outside) > 6 else ''}: trainable, and outside of the pipelined module, so only "
+            "the last pipeline stage would train them: move them into it, or freeze them"
         )
     return wrong
 
@@ -97,6 +97,6 @@ def check_module(module: pl.LightningModule, target: nn.Module) -> list[str]:
 def check_optimizers(optimizers: Sequence[Any]) -> None:
     if len(optimizers) > 1:
         raise ValueError(
-            f"configure_optimizers returned {len(optimizers)} optimizers: a pipelined step runs its backward before an optimizer is chosen. "
-            "Use one optimizer with parameter groups, or pipeline_parallel_size=1"
+            f"configure_optimizers returned {len(optimizers)} optimizers: a pipelined step runs its backward before an optimizer is "
+            "chosen. Use one optimizer with parameter groups, or pipeline_parallel_size=1"
         )

@@ -34,7 +34,7 @@ class Entry:
 
     def log(self, module: pl.LightningModule) -> None:
         """Logs it for real."""
-        value = module.get_submodule(self.value) if isinstance(self.value, str) else self.value
+        value: Any = module.get_submodule(self.value) if isinstance(self.value, str) else self.value
         module.log(self.name, value, **self.options)
 
 
@@ -90,9 +90,8 @@ def merge_logs(recorders: Sequence[LogRecorder], weights: Sequence[float]) -> li
         if reduce in ("sum", "min", "max"):
             value = getattr(torch.stack(values), reduce)()
         else:
-            sizes = [entry.options.get("batch_size") for entry, _ in found]
-            given = all(size is not None for size in sizes)
-            value = weighted_mean(values, [float(size) for size in sizes] if given else [weight for _, weight in found])
+            sizes = [float(entry.options["batch_size"]) for entry, _ in found if entry.options.get("batch_size") is not None]
+            value = weighted_mean(values, sizes if len(sizes) == len(found) else [weight for _, weight in found])
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(entry.options["batch_size"] for entry, _ in found)
         merged.append(Entry(name, value, options))

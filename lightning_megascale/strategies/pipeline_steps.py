@@ -13,13 +13,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_megascale.mesh import MeshViews
-from lightning_megascale.parallel.loss_scale import Weights, rows_of, weigh, weighted
-from lightning_megascale.parallel.microbatches import merge_results, split_rows
+from lightning_megascale.parallel.loss_scale import rows_of, weigh, weighted
+from lightning_megascale.parallel.microbatches import split_rows
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
 from lightning_megascale.parallel.pipeline_boundaries import infer_boundaries
@@ -145,7 +144,7 @@ class PipelineSteps:
         self.num_microbatches = count
         work = _Work(step, split_rows(batch, rows, count), rest, number, train=True)
         calls = self._capture(work)
-        if isinstance(calls, BaseException):
+        if isinstance(calls, _NotCalled):
             raise ValueError(guards.NO_CALL.format(step="training_step", model=type(self._model).__name__))
         self._run(work, calls)
         sums = self._share(work)
@@ -247,7 +246,7 @@ class PipelineSteps:
             return nothing
         try:
             return self._replay(work, index, self.pipeline.chunks[-1].rebuild(output))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised on all ranks once the schedule has ended
             work.error = error
             return nothing
 
