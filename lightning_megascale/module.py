@@ -62,7 +62,7 @@ class MegascaleModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         optimizer = {"lr": 3e-4} if optimizer is None else dict(optimizer)
-        check_arguments(build_optimizer, optimizer, "optimizer", later=["named_parameters"])
+        check_arguments(build_optimizer, optimizer, "optimizer", later=["named_parameters", "all_names"])
         if schedule is not None:
             schedule = dict(schedule)
             _check_schedule(schedule)
@@ -202,7 +202,8 @@ class MegascaleModule(pl.LightningModule):
     # ---- optimizer -------------------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        optimizer = build_optimizer(self.named_parameters(), **self._optimizer_arguments())
+        names = getattr(self._trainer.strategy, "parameter_names", ()) if self._trainer is not None else ()
+        optimizer = build_optimizer(self.named_parameters(), all_names=names, **self._optimizer_arguments())
         if self._schedule is None:
             return optimizer
         scheduler = build_scheduler(optimizer, **self._schedule_arguments())

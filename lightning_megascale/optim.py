@@ -7,7 +7,7 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,6 +32,7 @@ def build_optimizer(
     no_decay: Sequence[str] = DEFAULT_NO_DECAY,
     lr_patterns: Mapping[str, float] | None = None,
     fused: bool | str = "auto",
+    all_names: Collection[str] = (),
 ) -> Optimizer:
     """AdamW over groups of equal weight decay, learning rate and device mesh; frozen parameters are left out.
 
@@ -48,6 +49,8 @@ def build_optimizer(
         no_decay: patterns without decay.
         lr_patterns: learning rate by pattern; the first that matches counts.
         fused: one kernel per group. "auto": when every parameter is floating point on CPU or CUDA.
+        all_names: of the whole model's trainable parameters, where ``named_parameters`` are those of a pipeline's rank: a pattern has to
+            match one of them.
 
     Raises:
         ValueError: for values out of range, a pattern that matches no trainable parameter, nothing to train, or fused where it cannot be.
@@ -58,7 +61,7 @@ def build_optimizer(
     check_values(name=name, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, lr_patterns=lr_patterns, no_decay=no_decay)
     if not named:
         raise ValueError("no parameter to train: every one has requires_grad=False, or the module has none yet (see configure_model)")
-    _check_patterns([key for key, _ in named], no_decay, lr_patterns or {})
+    _check_patterns(list(all_names) or [key for key, _ in named], no_decay, lr_patterns or {})
     groups: dict[Any, dict[str, Any]] = {}
     for key, parameter in named:
         rate = next((rate for pattern, rate in (lr_patterns or {}).items() if matches(key, pattern)), None)

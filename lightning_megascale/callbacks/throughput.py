@@ -167,7 +167,8 @@ class ThroughputMonitor(Callback):
         for owner in (module, getattr(module, "model", None)):
             if callable(own := getattr(owner, "flops_per_token", None)):
                 return float(own(batch["input_ids"].shape[1]))
-        return 6.0 * sum(parameter.numel() for parameter in module.parameters())
+        whole = getattr(module.trainer.strategy, "num_parameters", None)  # a pipeline's rank holds a part of them
+        return 6.0 * (whole or sum(parameter.numel() for parameter in module.parameters()))
 
 
 def count_tokens(batch: Any) -> int | torch.Tensor:

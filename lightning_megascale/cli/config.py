@@ -35,6 +35,7 @@ class RunConfig:
 class BatchConfig:
     global_size: int = 32  # rows of one optimizer step over all ranks
     micro_size: int | None = None  # rows of one forward on one rank; None: as many as one step gives it
+    loader_size: int | None = None  # derived: rows of a loader's batch, all microbatches of a pipeline's step
     sequence_length: int = 128  # tokens of one row
 
 

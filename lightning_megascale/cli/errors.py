@@ -24,6 +24,7 @@ MOVED = {
     "trainer.plugins": "precision is trainer.precision; checkpoints and ranks belong to the strategy",
     "model._target_": "write _target_: module.Class and its arguments to FOLDER/model/NAME.yaml and say model=NAME --config-dir FOLDER",
     "plan.global_batch_size": "the global batch is batch.global_size",
+    "batch.loader_size": "the rows of a loader's batch follow from batch.global_size, batch.micro_size and the plan",
     "plan.microbatch_size": "the rows of one forward are batch.micro_size",
 }
 

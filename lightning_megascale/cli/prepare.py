@@ -53,7 +53,8 @@ def add_batch(plan: ParallelPlan, total: int, micro_size: int | None) -> tuple[P
     Args:
         plan: a resolved plan.
         total: rows of one optimizer step over all ranks.
-        micro_size: rows of one forward on one rank; None: the whole share of a rank at once.
+        micro_size: rows of one forward on one rank; None: the whole share of a rank at once, under a pipeline as large as gives two
+            microbatches for each of its ranks, one, or else single rows.
 
     Raises:
         UserError: when the numbers do not multiply out, with the nearest legal global batch and micro sizes.
@@ -64,7 +65,9 @@ def add_batch(plan: ParallelPlan, total: int, micro_size: int | None) -> tuple[P
             raise UserError(f"{name}={value}: must be at least 1")
     if micro_size is None and total % data:
         raise UserError(f"batch.global_size={total} is no multiple of the data-parallel size {data}: nearest {_multiples(total, data)}")
-    micro = micro_size or total // data
+    share, ranks = total // data, plan.pipeline_parallel_size
+    parts = next((count for count in (2 * ranks, ranks, share) if count and share % count == 0), 1) if ranks > 1 else 1
+    micro = micro_size or share // parts
     if total % (micro * data):
         fitting = [size for size in range(1, total // data + 1) if total % (size * data) == 0]
         near = sorted(sorted(fitting, key=lambda size: abs(size - micro))[:2])
@@ -74,7 +77,16 @@ def add_batch(plan: ParallelPlan, total: int, micro_size: int | None) -> tuple[P
             f"nearest batch.global_size {_multiples(total, micro * data)}{other}"
         )
     plan = dataclasses.replace(plan, global_batch_size=total, microbatch_size=micro)
+    wrong = plan.check_microbatches(share // micro) if ranks > 1 else []
+    if wrong:
+        raise UserError(f"{wrong[0]}; batch.global_size={total} over a data-parallel size of {data} gives a rank {share} rows")
     return plan, batch_arithmetic(plan)[2]
+
+
+def loader_rows(plan: ParallelPlan) -> int:
+    """Rows that a loader gives each data-parallel rank: one microbatch, or under a pipeline all microbatches of a step."""
+    assert plan.microbatch_size is not None and plan.global_batch_size is not None
+    return plan.microbatch_size if plan.pipeline_parallel_size == 1 else plan.global_batch_size // int(plan.data_parallel_size)
 
 
 def _multiples(number: int, unit: int) -> str:

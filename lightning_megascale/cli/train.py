@@ -146,7 +146,8 @@ def finish(cfg: DictConfig, ranks: int) -> prepare.Prepared:
     """
     plan = prepare.make_plan(OmegaConf.to_container(cfg.plan, resolve=True), ranks)  # type: ignore[arg-type]
     plan, batch = prepare.add_batch(plan, cfg.batch.global_size, cfg.batch.micro_size)
-    cfg.batch.micro_size = plan.microbatch_size  # data and others refer to it
+    cfg.batch.micro_size = plan.microbatch_size  # data and others refer to these
+    cfg.batch.loader_size = prepare.loader_rows(plan)
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     return prepare.Prepared(options, plan, batch)
 

@@ -34,6 +34,8 @@ class Parallelized:
         by_user: the module's own ``configure_model`` had applied FSDP2 or tensor parallelism already.
         pipeline: this rank's stages, or None without a pipeline.
         copies: ids of the parameters that are a second copy of a tied one, which norms and checkpoints count once.
+        num_parameters: of the whole module, tied ones once.
+        trainable: names of the whole module's trainable parameters.
     """
 
     plan: ParallelPlan
@@ -44,6 +46,8 @@ class Parallelized:
     by_user: bool = False
     pipeline: Pipeline | None = None
     copies: set[int] = field(default_factory=set)
+    num_parameters: int = 0
+    trainable: tuple[str, ...] = ()
 
 
 def describe(model: nn.Module) -> list[ModuleInfo]:
@@ -232,7 +236,8 @@ def parallelize(
     Returns:
         What was done. The model may still be on the meta device.
     """
-    done = Parallelized(plan, views)
+    done = Parallelized(plan, views, num_parameters=sum(parameter.numel() for parameter in module.parameters()))
+    done.trainable = tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
     partial: list[str] = []
     proof = None
     roots = roots_of(module, target)

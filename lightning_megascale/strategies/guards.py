@@ -67,6 +67,11 @@ def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
         wrong.append("sync_batchnorm=True: batch norm over sharded ranks is proven by no test; use group, layer or RMS norm")
     if strategy.root_device.type not in ("cpu", "cuda"):
         wrong.append(f"accelerator on {strategy.root_device.type!r}: gloo on CPUs and NCCL on CUDA GPUs are known; use accelerator='cpu'")
+    if plan.pipeline_parallel_size > 1 and not getattr(strategy, "_save_distributed_checkpoint", True):
+        wrong.append(
+            "save_distributed_checkpoint=False: rank 0 would write its own pipeline stages only; leave it True, and make one file with "
+            "`megascale checkpoint export`"
+        )
     if plan.global_batch_size is not None and not module.automatic_optimization:
         wrong.append(
             "global_batch_size is given and the module uses manual optimization, whose steps it takes itself: leave it None, or use "
@@ -157,6 +162,7 @@ def refuse_other_plan(done: ParallelPlan, wanted: ParallelPlan) -> None:
 def refuse_options_of_parallel_module(plan: ParallelPlan) -> None:
     """A ``configure_model`` that shards by itself leaves nothing for these options to act on."""
     given = [name for name in ("activation_checkpointing", "compile", "sequence_parallel", "cpu_offload") if getattr(plan, name)]
+    given += ["pipeline_parallel_size"] if plan.pipeline_parallel_size > 1 else []
     if given:
         raise ValueError(
             f"{', '.join(given)}: the module's own configure_model has applied fully_shard or parallelize_module already, so the strategy "

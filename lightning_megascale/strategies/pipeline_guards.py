@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megascale.plan import ParallelPlan
 
@@ -36,6 +38,10 @@ NO_LOSS = (
 NO_WEIGHT = (
     "training_step returns a scalar mean, and its batch tells neither labels nor rows, so its weight against the other microbatches is "
     "unknown: put a tensor with a row dimension in the batch, or return {'loss_sum': ..., 'num_tokens': ...}"
+)
+AUXILIARY_WEIGHT = (
+    "a layer of this pipeline stage adds an auxiliary loss, and training_step's num_tokens is not what the batch's labels count, so its "
+    "weight was not known where the layer runs: return the number of labels that are not -100, or declare label_alignment or loss_weight"
 )
 LIST_METRICS = (
     "{names}: a metric that keeps a list of all values is filled on the last pipeline stage only, and would be sent whole after each step: "
@@ -92,6 +98,36 @@ def check_module(module: pl.LightningModule, target: nn.Module) -> list[str]:
             "the last pipeline stage would train them: move them into it, or freeze them"
         )
     return wrong
+
+
+def check_tied_options(module: nn.Module, optimizers: Sequence[Any], tied: Sequence[Sequence[str]], axis: DeviceMesh | None) -> None:
+    """Copies of one parameter must take the same steps. Collective over the pipeline axis; raises on all its ranks.
+
+    Args:
+        module: the LightningModule.
+        optimizers: at most one.
+        tied: groups of names that are one parameter.
+        axis: the pipeline axis.
+    """
+    if not tied or not optimizers or axis is None:
+        return
+    names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
+    copies = {name for group in tied for name in group}
+    mine = {
+        names[id(parameter)]: str({key: value for key, value in group.items() if key not in ("params", "param_names", "names")})
+        for group in optimizers[0].param_groups
+        for parameter in group["params"]
+        if names.get(id(parameter)) in copies
+    }
+    everyone: list[Any] = [None] * axis.size()
+    dist.all_gather_object(everyone, mine, group=axis.get_group())
+    options = {name: option for found in everyone for name, option in found.items()}
+    for group in tied:
+        if len({options.get(name) for name in group}) > 1:
+            raise ValueError(
+                f"{' and '.join(group)} are one parameter on two pipeline stages, and configure_optimizers puts them into groups with "
+                "different options, so they would drift apart: give both the same group"
+            )
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:

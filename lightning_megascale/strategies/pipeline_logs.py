@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_megascale.parallel.microbatches import merge_results, weighted_mean
 from lightning_megascale.strategies import pipeline_guards as guards
 
-_HEADER, _ROOM = 8, 56  # 5 sums, has sums, structure number, number of values; then values
+_HEADER, _ROOM = 9, 55  # 5 sums, has sums, structure number, number of values, counts otherwise; then values
 
 
 @dataclass
@@ -114,9 +114,14 @@ class Results:
         self._number = 0
 
     def share(
-        self, sums: Tensor | None, recorders: Sequence[LogRecorder], weights: Sequence[Any], error: Exception | None
-    ) -> tuple[Tensor | None, list[Entry]]:
-        """The sums and the merged log entries of the last stage, on every rank.
+        self,
+        sums: Tensor | None,
+        recorders: Sequence[LogRecorder],
+        weights: Sequence[Any],
+        error: Exception | None,
+        counts_otherwise: bool = False,
+    ) -> tuple[Tensor | None, list[Entry], bool]:
+        """The sums, the merged log entries and a mark of the last stage, on every rank.
 
         Raises:
             ValueError: with the last stage's error, on every other rank; the last stage raises the error itself.
@@ -125,6 +130,7 @@ class Results:
         if self._is_owner and error is None:
             entries = merge_logs(recorders, _numbers(weights))
         sent = self._pack(sums, entries, error)
+        sent[8] = float(counts_otherwise)
         dist.broadcast(sent, group=self._group, group_src=self._owner)
         head = sent[:_HEADER].tolist()
         number, count = int(head[6]), int(head[7])
@@ -141,7 +147,7 @@ class Results:
         found = [
             Entry(name, next(numbers).to(kind) if isinstance(kind, torch.dtype) else kind, dict(o)) for name, kind, o in self._structure
         ]
-        return (sent[:5].clone() if head[5] else None), found
+        return (sent[:5].clone() if head[5] else None), found, bool(head[8])
 
     def _pack(self, sums: Tensor | None, entries: list[Entry], error: Exception | None) -> Tensor:
         sent = torch.zeros(_HEADER + _ROOM, dtype=torch.float64, device=self._device)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_megascale.mesh import MeshViews
-from lightning_megascale.parallel.loss_scale import rows_of, weigh, weighted
+from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
+from lightning_megascale.parallel.loss_scale import Weights, rows_of, weigh, weighted
 from lightning_megascale.parallel.microbatches import split_rows
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
@@ -81,6 +82,8 @@ class _Work:
     sums: Tensor | None = None
     logs: list[LogRecorder] = field(default_factory=list)
     error: Exception | None = None
+    auxiliary: list[MicrobatchWeight] = field(default_factory=list)
+    counts_otherwise: bool = False
 
 
 class PipelineSteps:
@@ -146,6 +149,7 @@ class PipelineSteps:
         calls = self._capture(work)
         if isinstance(calls, _NotCalled):
             raise ValueError(guards.NO_CALL.format(step="training_step", model=type(self._model).__name__))
+        work.auxiliary = [MicrobatchWeight(None if (w := self._weigh(part)) is None else w.used) for part in work.parts]
         self._run(work, calls)
         sums = self._share(work)
         assert sums is not None
@@ -232,6 +236,8 @@ class PipelineSteps:
 
     def _before_forward(self, stage: int, number: int) -> None:
         assert self._work is not None
+        if self._work.train:
+            set_microbatch_weight(self._work.auxiliary[number])
         seed_stage(self._seed, self._work.number * len(self._work.parts) + number, self._views.data_parallel_rank, stage)
 
     # ---- the loss, on the last stage -----------------------------------------------------------------------------------
@@ -262,24 +268,28 @@ class PipelineSteps:
         finally:
             self._switch.mode, self._switch.answer = None, None
         work.logs.append(logs)
-        plan = self._plan
         if not work.train:
             work.results.append(tree_map_only(Tensor, Tensor.detach, result))
-            weights = weigh(part, plan.loss_weight, plan.label_alignment, self._device)
+            weights = self._weigh(part)
             work.weights.append(1.0 if weights is None else weights.used)
             return torch.zeros(())
         result, loss, given = read_output(result)
         if loss is None or not loss.requires_grad:
             raise ValueError(guards.NO_LOSS)
-        weights = given or weigh(part, plan.loss_weight, plan.label_alignment, self._device)
+        weights = given or self._weigh(part)
         if weights is None:
             raise ValueError(guards.NO_WEIGHT)
         weights = weights.rounded_to(loss)
+        expected = work.auxiliary[index].value
+        work.counts_otherwise |= given is not None and (expected is None or float(expected) != float(weights.used))
         self._tell_extras(result)
         row = weights.products(loss.detach())
         work.sums = row if work.sums is None else work.sums + row
         work.weights.append(weights.used)
         return weighted(loss, weights.used)
+
+    def _weigh(self, part: Any) -> Weights | None:
+        return weigh(part, self._plan.loss_weight, self._plan.label_alignment, self._device)
 
     def _tell_extras(self, result: Any) -> None:
         extra = sorted(set(result) - {"loss", "loss_sum", "num_tokens"}) if isinstance(result, dict) else []
@@ -293,7 +303,9 @@ class PipelineSteps:
 
     def _share(self, work: _Work) -> Tensor | None:
         """Gives every rank of the pipeline the sums, the logged values and the metrics of the last stage; raises its error on all."""
-        sums, logs = self._results.share(work.sums, work.logs, work.weights, work.error)
+        sums, logs, counts_otherwise = self._results.share(work.sums, work.logs, work.weights, work.error, work.counts_otherwise)
+        if counts_otherwise and any(weight.is_used for weight in work.auxiliary):
+            raise ValueError(guards.AUXILIARY_WEIGHT)
         self._metrics.share(self._group, self.pipeline.last_owner)
         for entry in logs:
             entry.log(self._module)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megascale.mesh import MeshViews
+from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
 from lightning_megascale.parallel.data import Remaining, reduce_remaining, remaining
 from lightning_megascale.parallel.loss_scale import Agreement, LossScale, Weights, weigh, weighted
 from lightning_megascale.parallel.rng import derive_seed
@@ -36,6 +37,7 @@ class StepNumbers:
         self._loss: torch.Tensor | None = None
         self._checked = self._batch_checked = False
         self._backwards = 0
+        self._auxiliary = MicrobatchWeight()
         self._remaining: dict[int, tuple[int, Remaining, list[torch.nn.Parameter]]] = {}
 
     @property
@@ -45,6 +47,8 @@ class StepNumbers:
     def before_forward(self, batch: Any) -> None:
         """Notes the batch: manual optimization runs its backwards inside the step."""
         self._batch, self._weights, self._loss, self._backwards = batch, None, None, 0
+        self._auxiliary = MicrobatchWeight()
+        set_microbatch_weight(self._auxiliary)
 
     def after_forward(self, module: pl.LightningModule, output: Any) -> Any:
         """Notes what the step's loss counts; returns what Lightning gets to see."""
@@ -64,15 +68,22 @@ class StepNumbers:
         self._backwards += 1
         if not module.automatic_optimization:
             weights = self._weigh(module, self._batch)
-            return loss if weights is None or self._group is None else weighted(loss, self.scale.share(loss.detach(), weights, self._group))
+            if weights is None or self._group is None:
+                self._auxiliary.value = 1.0
+                return loss
+            return self._multiplied(loss, self.scale.share(loss.detach(), weights, self._group))
         assert self._weights is not None and self._loss is not None
         accumulate = module.trainer.accumulate_grad_batches
         if module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:
             self.begin_window(module)
         if accumulate == 1 and loss.dtype.itemsize >= 4:  # a half-precision loss could not carry n / N backward exactly
-            return weighted(loss, self.scale.share(self._loss, self._weights, self._group))
+            return self._multiplied(loss, self.scale.share(self._loss, self._weights, self._group))
         self.scale.add(self._loss, self._weights)
-        return weighted(loss * accumulate, self._weights.used)  # Lightning divided by it
+        return self._multiplied(loss * accumulate, self._weights.used)  # Lightning divided by it
+
+    def _multiplied(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self._auxiliary.value = weight
+        return weighted(loss, weight)
 
     def finish(self, module: pl.LightningModule, optimizer: Optimizer, partial: set[int]) -> None:
         """After a step's last backward: no parameter forgotten, the sums that are still open, the one scale.

@@ -126,6 +126,16 @@ class MegascaleStrategy(ModelParallelStrategy):
         return None if self._numbers is None else self._numbers.scale.step_loss
 
     @property
+    def num_parameters(self) -> int | None:
+        """Parameters of the whole LightningModule, tied ones once; None before setup."""
+        return None if self._done is None else self._done.num_parameters
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the trainable parameters of the whole LightningModule, of which a pipeline's rank holds some."""
+        return () if self._done is None else self._done.trainable
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of the last training batch: the loader's rows / ``microbatch_size``; 1 without a pipeline, 0 before the first."""
         return 1 if self.plan.pipeline_parallel_size == 1 else 0 if self._pipeline is None else self._pipeline.num_microbatches
@@ -443,6 +453,7 @@ class MegascaleStrategy(ModelParallelStrategy):
         guards.check_optimizers(self.lightning_module, self.optimizers)
         if self.plan.pipeline_parallel_size > 1:
             pipeline_guards.check_optimizers(self.optimizers)
+            pipeline_guards.check_tied_options(self.lightning_module, self.optimizers, self._tied_names(), self.mesh_views.pipeline)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -463,7 +474,15 @@ class MegascaleStrategy(ModelParallelStrategy):
             return
         peers = self.plan.model_parallel_size
         first = peers == 1 or self._is_first_of_data_rank()
-        checkpoints.save(path, *arguments, data_parallel_rank=self.data_parallel_rank, is_first_of_data_rank=first)
+        self._drop_whole_copies()
+        checkpoints.save(path, *arguments, data_parallel_rank=self.data_parallel_rank, is_first_of_data_rank=first, tied=self._tied_names())
+
+    def _tied_names(self) -> list[list[str]]:
+        """Groups of names below the LightningModule that are one parameter, of which pipeline stages hold copies."""
+        if self._done is None or self._done.pipeline is None or self.lightning_module is None:
+            return []
+        prefix, _ = target_of(self.lightning_module, self._module_name)
+        return [[f"{prefix}.{name}" for name in group] for group in self._done.pipeline.tied]
 
     def _is_first_of_data_rank(self) -> bool:
         """True on one of the ranks that share this rank's rows."""
@@ -473,6 +492,7 @@ class MegascaleStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         path = self.broadcast(str(checkpoint_path))
+        self._drop_whole_copies()
         found = checkpoints.read_metadata(path, weights_only) if os.path.isdir(path) else {}
         guards.refuse_batch_change(found.get("megascale", {}).get("plan", {}), self.plan)
         return checkpoints.load(

@@ -201,15 +201,42 @@ def _read_parts(archive: Archive, parts: list[dict[str, Any]]) -> None:
             if index == len(archive.optimizers):
                 archive.optimizers.append(SavedOptimizer(record["class"], []))
             merged = archive.optimizers[index]
-            for number, group in enumerate(record["groups"]):
-                if number == len(merged.groups):
-                    merged.groups.append({"names": [], "options": group["options"]})
-                known = set(merged.groups[number]["names"])
-                merged.groups[number]["names"] += [name for name in group["names"] if name not in known]
+            _merge_groups(archive, merged, record["groups"])
             merged.values = {**record["values"], **merged.values}
     for key in archive.sizes:
         if match := OPTIMIZER_KEY.match(key):
             archive.optimizers[int(match[1])].tensors.setdefault(match[2], {})[match[3]] = key
+
+
+def _merge_groups(archive: Archive, merged: SavedOptimizer, groups: list[dict[str, Any]]) -> None:
+    """Adds one kind of rank's groups. Pipeline stages number theirs apart, so equal options mean the same group, not equal numbers.
+
+    A group that only a later stage has is appended, and the schedulers' lists, which are those of the first stage, grow with it.
+    """
+    used: set[int] = set()
+    before = len(merged.groups)
+    for number, group in enumerate(groups):
+        fitting = [place for place in range(before) if place not in used and _same_options(merged.groups[place], group)]
+        place = number if number in fitting else fitting[0] if fitting else len(merged.groups)
+        if place == len(merged.groups):
+            merged.groups.append({"names": [], "options": group["options"]})
+            if before:
+                _extend_schedulers(archive.metadata.get("lr_schedulers") or [], place, group["options"])
+        used.add(place)
+        known = set(merged.groups[place]["names"])
+        merged.groups[place]["names"] += [name for name in group["names"] if name not in known]
+
+
+def _same_options(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return sorted(map(str, one["options"].items())) == sorted(map(str, other["options"].items()))
+
+
+def _extend_schedulers(states: list[dict[str, Any]], groups: int, options: dict[str, Any]) -> None:
+    own = {"base_lrs": options.get("initial_lr", options.get("lr")), "_last_lr": options.get("lr")}
+    for state in states:
+        for key, value in state.items():
+            if isinstance(value, list) and len(value) == groups and value:
+                value.append(own.get(key, value[0]))
 
 
 def _read_lightning_folder(archive: Archive, metadata: Metadata) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -34,10 +34,13 @@ def unwrap(optimizer: Any) -> Optimizer:
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
-def optimizer_record(index: int, optimizer: Optimizer, names: Mapping[int, Sequence[str]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_record(
+    index: int, optimizer: Optimizer, names: Mapping[int, Sequence[str]], copies: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """An optimizer's state as flat tensors, and the rest of it by parameter name.
 
-    Parameters without state (frozen, never stepped, SGD without momentum) have no tensors; non-tensor entries go to the record.
+    ``copies`` are left out: second copies of tied parameters. Parameters without state (frozen, never stepped, SGD without momentum)
+    have no tensors; non-tensor entries go to the record.
 
     Returns:
         ``{"optimizer.{i}.state.{name}.{key}": tensor}``, and a record
@@ -58,6 +61,8 @@ def optimizer_record(index: int, optimizer: Optimizer, names: Mapping[int, Seque
                     "checkpoints name optimizer state by parameter name: make it a parameter of the LightningModule"
                 )
             name = names[id(parameter)][0]
+            if name in copies:
+                continue  # kept under the tied parameter's first name, on another pipeline stage
             group_names.append(name)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):

@@ -38,6 +38,7 @@ def save(
     *,
     data_parallel_rank: int = 0,
     is_first_of_data_rank: bool = True,
+    tied: Sequence[Sequence[str]] = (),
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint folder. Collective.
@@ -51,6 +52,7 @@ def save(
             states, which are kept per data-parallel rank. Without ``optimizer_states`` beside a ``state_dict`` no optimizer is saved.
         optimizers: torch's or Lightning's, in the order of ``configure_optimizers``.
         is_first_of_data_rank: True on the one rank that writes the loader states of its ``data_parallel_rank``.
+        tied: groups of names that are one parameter, of which pipeline stages hold equal copies; saved as without a pipeline.
 
     Raises:
         ValueError: for what cannot be saved, naming it.
@@ -65,7 +67,7 @@ def save(
         path = files.local_path(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         weights_only = "state_dict" in checkpoint and "optimizer_states" not in checkpoint
-        return path, *_collect(module, () if weights_only else optimizers)
+        return path, *_collect(module, () if weights_only else optimizers, tied)
 
     path, tensors, part = together(what, collect, group)
     temporary = path.with_name(f"{path.name}.tmp-{token}")
@@ -91,8 +93,9 @@ def save(
         raise
 
 
-def _collect(module: nn.Module, optimizers: Sequence[Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _collect(module: nn.Module, optimizers: Sequence[Any], tied: Sequence[Sequence[str]] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors by key, and the record of what is no tensor."""
+    copies = {name for group in tied for name in group[1:]}
     reshard(module)
     state = model_state(module)
     tensors = {name: tensor.detach() for name, tensor in state.all_tensors().items()}
@@ -104,10 +107,10 @@ def _collect(module: nn.Module, optimizers: Sequence[Any]) -> tuple[dict[str, Te
     names = parameter_names(module)
     records = []
     for index, optimizer in enumerate(optimizers):
-        flat, record = optimizer_record(index, unwrap(optimizer), names)
+        flat, record = optimizer_record(index, unwrap(optimizer), names, copies)
         tensors.update(flat)
         records.append(record)
-    return tensors, {"tied": state.tied, "objects": state.objects, "optimizers": records}
+    return tensors, {"tied": state.tied + [list(group) for group in tied], "objects": state.objects, "optimizers": records}
 
 
 def _kind_of_rank(part: dict[str, Any], group: dist.ProcessGroup | None) -> int | None:
