@@ -93,6 +93,8 @@ def cross_entropy_from_shards(
 class _LinearCrossEntropy(torch.autograd.Function):
     """Walks the tokens in chunks and leaves the gradients ready for the backward."""
 
+    backward_only_scales = True  # running it twice, as zero-bubble pipelines do, costs no matmul
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -41,6 +41,8 @@ class Relay:
         self.is_first = is_first
         self.in_tuples = False
         self.running = False
+        self.second_embedding: Tensor | None = None
+        """What stands for a second embedding in place of 0, to see where it goes."""
         self._received: Tensor | None = None
         self._handed_out = False
 
@@ -61,7 +63,7 @@ class Relay:
             answer = first_argument
         else:  # a second embedding (positions, token types): it was added on the first stage
             assert self._received is not None
-            answer = self._received.new_zeros(())
+            answer = self._received.new_zeros(()) if self.second_embedding is None else self.second_embedding
         return (answer,) if is_block and self.in_tuples else answer
 
 
@@ -119,7 +121,9 @@ class Chunk(nn.Module):
             try:
                 output = self.model(*args, **kwargs)
             except StageEnd as end:
-                return end.hidden
+                hidden = end.hidden
+                # zero-bubble schedules detach what has left in place, which a view does not allow
+                return hidden.clone() if isinstance(hidden, Tensor) and hidden._is_view() else hidden
         if not self.is_last:
             raise ValueError(
                 f"the forward of {type(self.model).__name__} ended without calling the modules of the next pipeline stage: "

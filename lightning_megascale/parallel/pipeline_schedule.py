@@ -14,6 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
+    _add_send_recv,
+    _add_unshard_reshard,
     _ComputationType,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
@@ -22,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_megascale.parallel.data import units_of
 from lightning_megascale.parallel.pipeline import Call, Chunk, Pipeline
+from lightning_megascale.parallel.pipeline_functions import weight_functions
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class CallStage(PipelineStage):
         self._runtime_validate = False  # the ends carry no tensor, so there is nothing to compare there
         self.calls: Sequence[Call] = ()
         self.microbatch = 0
+        self.weight_functions: list[str] | None = None
         self._before_forward, self._reduce_every = before_forward, reduce_every
         self._units = units_of(chunk)
 
@@ -85,7 +89,11 @@ class CallStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *received: Any, **_: Any) -> Any:
         self._before_forward(self.stage_index, self.microbatch)
-        return self.submod(*received, call=self.calls[self.microbatch])
+        output = self.submod(*received, call=self.calls[self.microbatch])
+        if self.weight_functions is None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            self.weight_functions = weight_functions(outputs, self.submod.parameters())
+        return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)  # any number of tensors leave the last stage
@@ -121,7 +129,11 @@ class ForwardOnly(_PipelineScheduleRuntime):
             mine = [stage for stage, owner in enumerate(owners) if owner == rank]
             order[rank] = [_Action(stage, _ComputationType.FORWARD, number) for stage in mine for number in range(microbatches)]
         self.pipeline_order = order
-        self._prepare_schedule_with_comms(order)
+        self.stage_index_to_group_rank = dict(enumerate(owners))  # torch's own preparation wants a backward for each forward
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        lowered = {rank: _add_unshard_reshard(actions) for rank, actions in order.items()}
+        self.pipeline_order_with_comms = _add_send_recv(lowered, lambda stage: owners[stage], len(owners))
 
 
 def build_schedule(

@@ -43,6 +43,10 @@ AUXILIARY_WEIGHT = (
     "a layer of this pipeline stage adds an auxiliary loss, and training_step's num_tokens is not what the batch's labels count, so its "
     "weight was not known where the layer runs: return the number of labels that are not -100, or declare label_alignment or loss_weight"
 )
+WEIGHT_FUNCTION = (
+    "autograd function {names} takes a weight together with its input, so pipeline_schedule={schedule!r}, which runs the backward of "
+    "inputs and of weights apart, runs its whole backward twice: use 'Interleaved1F1B', or a model without it"
+)
 LIST_METRICS = (
     "{names}: a metric that keeps a list of all values is filled on the last pipeline stage only, and would be sent whole after each step: "
     "use one with fixed states (a binned AUROC, a mean), or pipeline_parallel_size=1"

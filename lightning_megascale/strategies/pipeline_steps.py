@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -29,6 +30,7 @@ from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import pipeline_guards as guards
 from lightning_megascale.strategies.pipeline_logs import LogRecorder, MetricStates, Results
 from lightning_megascale.strategies.steps import read_output
+from lightning_megascale.support import ZERO_BUBBLE_SCHEDULES, schedule_name
 
 _KEPT_SCHEDULES = 4  # shapes of a batch that are remembered: each holds its receive buffers
 
@@ -124,6 +126,7 @@ class PipelineSteps:
         self._metrics = MetricStates(module)
         self._results = Results(self._group, pipeline.last_owner, device)
         self._told: set[str] = set()
+        self._looked = False
 
     # ---- steps ---------------------------------------------------------------------------------------------------------
 
@@ -214,6 +217,18 @@ class PipelineSteps:
             run_schedule(schedule, stages, calls, self.pipeline.has_last)
         finally:
             self._work = None
+        if work.train and not self._looked and schedule_name(self._plan.pipeline_schedule) in ZERO_BUBBLE_SCHEDULES:
+            self._looked = True
+            self._refuse_weight_functions(stages)
+
+    def _refuse_weight_functions(self, stages: list[CallStage]) -> None:
+        """After the first zero-bubble schedule: its numbers are right, and part of its backward ran twice."""
+        found = sorted({name for stage in stages for name in stage.weight_functions or ()})
+        if self._agree([float(bool(found))])[0]:
+            everyone: list[Any] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyone, found, group=self._group)
+            names = ", ".join(dict.fromkeys(name for names in everyone for name in names))
+            raise ValueError(guards.WEIGHT_FUNCTION.format(names=names, schedule=schedule_name(self._plan.pipeline_schedule)))
 
     def _build(self, key: Any, call: Call) -> None:
         """A schedule for one shape of microbatch; on all ranks together."""
