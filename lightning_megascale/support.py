@@ -82,6 +82,8 @@ FEATURES = (
     Feature("precision", "float32"),
     Feature("precision", "bf16-mixed"),
     Feature("precision", "bf16-true"),
+    Feature("reduction", "sums in float32", lambda plan: plan.reduce_dtype == "float32"),
+    Feature("reduction", "sums in bfloat16", lambda plan: plan.reduce_dtype == "bfloat16"),
     Feature("init", "eager"),
     Feature("init", "meta"),
     Feature("embeddings", "free head"),
@@ -141,12 +143,13 @@ for _schedule in ZERO_BUBBLE_SCHEDULES:
 
 
 def _meaningless() -> frozenset[frozenset[str]]:
-    """Pairs that do not exist: a schedule or a split without a pipeline, a pipeline without a schedule."""
+    """Pairs that do not exist: a schedule or a split without a pipeline, a pipeline without a schedule, half sums of whole gradients."""
     axes = [feature.name for feature in FEATURES if feature.dimension == "axes"]
     piped = [name for name in axes if name.startswith("pp")]
     pairs = [(name, "no pipeline") for name in piped]
     pairs += [(name, other) for name in axes if name not in piped for other in (*SCHEDULES, "split by hand")]
     pairs += [("no pipeline", "split by hand")]
+    pairs += [("sums in bfloat16", precision) for precision in ("float64", "float32")]
     return frozenset(map(frozenset, pairs))
 
 
@@ -163,7 +166,7 @@ _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda p: p.reshard_after_forward != "auto" and not isinstance(p.reshard_after_forward, bool),
         "reshard_after_forward={p.reshard_after_forward}: resharding to smaller groups",
     ),
-    (lambda p: p.reduce_dtype != "float32", "reduce_dtype={p.reduce_dtype!r}: a gradient sum in less than float32"),
+    (lambda p: p.reduce_dtype is None, "reduce_dtype=None: a gradient sum in the parameters' dtype"),
     (lambda p: p.context_parallel_method != "auto", "context_parallel_method={p.context_parallel_method!r}: a context-parallel method"),
     (lambda p: p.context_parallel_layout != "auto", "context_parallel_layout={p.context_parallel_layout!r}: a context-parallel layout"),
     (lambda p: p.expert_dispatcher != "auto", "expert_dispatcher={p.expert_dispatcher!r}: an expert dispatcher"),

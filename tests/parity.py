@@ -72,6 +72,7 @@ def plan_of(case: Case) -> dict[str, Any]:
     arguments["compile"] = {"backend": "aot_eager"} if case["compile"] == "compiled" else False
     arguments["reshard_after_forward"] = {"reshard auto": "auto", "reshard always": True, "reshard never": False}[case["reshard"]]
     arguments["reduce_gradients"] = "every" if case["accumulation"].endswith("every") else "last"
+    arguments["reduce_dtype"] = case["reduction"].rpartition(" ")[2]
     arguments["label_alignment"] = "aligned"
     if pipeline_ranks(case) > 1:
         arguments.update(pipeline_schedule=case["schedule"], pipeline_stages_per_rank=stages_per_rank(case), microbatch_size=1)

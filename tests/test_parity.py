@@ -15,6 +15,7 @@ from allpairspy import AllPairs
 from lightning_megascale.models.layers import Attention, FeedForward
 from lightning_megascale.support import REFUSED, dimensions, is_refused
 from tests import parity
+from tests.harness import run_ranks
 
 EIGHT_RANKS = tuple(axes for axes, (ranks, _, _) in parity.AXES.items() if ranks == 8)
 
@@ -107,6 +108,19 @@ def test_parity_with_torchs_default_compiler(axes: str) -> None:
 
 def test_parity_with_chosen_classes_recomputed() -> None:
     parity.check(parity.default_case(axes="fsdp2 x tp+sp", dropout="dropout"), activation_checkpointing={FeedForward, Attention})
+
+
+@pytest.mark.parametrize("axes", ["fsdp2", "pp2 x fsdp2"])
+def test_sums_in_bfloat16_are_other_sums(axes: str) -> None:
+    """Or the cases above would prove nothing of them."""
+    schedule = "1F1B" if axes.startswith("pp") else "no pipeline"
+    case = parity.default_case(axes=axes, schedule=schedule, precision="bf16-mixed")
+    ranks = parity.AXES[axes][0]
+    whole, half = (
+        parity.merged(run_ranks(parity.train_parallel, ranks, case, dict(reduce_dtype=dtype)))["gradients"][0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert 1e-5 < parity.distance(whole, half) / parity.global_norm(whole) < 1e-2
 
 
 def proven_pairs() -> Iterator[tuple[str, str]]:

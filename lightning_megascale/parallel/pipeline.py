@@ -8,11 +8,12 @@ stages) under the original names, so optimizers and checkpoints see ordinary par
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -270,3 +271,22 @@ def _structural_copy(model: nn.Module, parts: Mapping[str, nn.Module], prefix: s
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, key = name.rpartition(".")
     model.get_submodule(parent)._modules[key] = module
+
+
+@contextmanager
+def standing_in(model: nn.Module) -> Iterator[set[int]]:
+    """While an optimizer is made: modules of other stages have one parameter, so that a selection which finds nothing on this rank (of the
+    head only, of what learns) does not fail here and stop everybody.
+
+    Yields:
+        ids of these parameters, which do not stay.
+    """
+    places = [module for module in model.modules() if isinstance(module, PassThrough)]
+    device = next((parameter.device for parameter in model.parameters()), None)
+    for place in places:
+        place.register_parameter("absent", nn.Parameter(torch.zeros((), device=device)))
+    try:
+        yield {id(place.absent) for place in places}
+    finally:
+        for place in places:
+            del place.absent

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,6 +40,19 @@ def seed_stage(seed: int, microbatch: int, data_parallel_rank: int, stage: int) 
         stage: of the pipeline.
     """
     torch.manual_seed(derive_seed(seed, "stage", microbatch, data_parallel_rank, stage))
+
+
+def seed_step(*parts: int | str) -> None:
+    """Seeds the generators of torch, Python and numpy: for what runs twice, or on several ranks, and must draw alike.
+
+    Args:
+        *parts: what the numbers follow.
+    """
+    number = derive_seed(*parts)
+    torch.manual_seed(number)
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number % 2**32)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -170,3 +170,17 @@ def _scalar(loss: Any, name: str) -> torch.Tensor:
     if loss.numel() != 1:
         raise ValueError(f"training_step's {name} has shape {tuple(loss.shape)}: it must be a single number (a mean, or a sum of tokens)")
     return loss.reshape(())
+
+
+def drop_parameters(optimizers: Iterable[Optimizer], absent: Collection[int]) -> None:
+    """Takes parameters out of optimizers, and leaves their groups.
+
+    Args:
+        optimizers: new ones, which have no state yet.
+        absent: ids of the parameters.
+    """
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups if absent):
+        stays = [id(parameter) not in absent for parameter in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [entry for entry, keep in zip(group[key], stays) if keep]

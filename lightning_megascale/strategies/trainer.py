@@ -37,6 +37,7 @@ from lightning_megascale.parallel.parallelize import (
     record_units,
     target_of,
 )
+from lightning_megascale.parallel.pipeline import standing_in
 from lightning_megascale.parallel.rng import seed_microbatch
 from lightning_megascale.parallel.tied import broadcast_tied, sum_tied_gradients
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
@@ -45,7 +46,7 @@ from lightning_megascale.strategies import guards, pipeline_guards
 from lightning_megascale.strategies.loaders import EvenLoader
 from lightning_megascale.strategies.pipeline_steps import PipelineSteps
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
-from lightning_megascale.strategies.steps import StepNumbers
+from lightning_megascale.strategies.steps import StepNumbers, drop_parameters
 
 log = logging.getLogger(__name__)
 
@@ -239,13 +240,11 @@ class MegascaleStrategy(ModelParallelStrategy):
         self._pipeline = PipelineSteps(
             module, target, self._done.pipeline, self.plan, views, device, self._seed, output_dtype, self._largest_over_ranks
         )
-        zero_grad = module.optimizer_zero_grad
-        self._zero_grad = zero_grad
-        module.__dict__["optimizer_zero_grad"] = _zeroed_already
+        module.trainer.fit_loop.epoch_loop.automatic_optimization.__dict__["_make_zero_grad_fn"] = _zeroed_already
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
-            self.lightning_module.__dict__.pop("optimizer_zero_grad", None)
+            self.lightning_module.trainer.fit_loop.epoch_loop.automatic_optimization.__dict__.pop("_make_zero_grad_fn", None)
         super().teardown()
 
     def _largest_over_ranks(self, numbers: Sequence[float]) -> list[float]:
@@ -306,14 +305,19 @@ class MegascaleStrategy(ModelParallelStrategy):
         """Forward and backward of all microbatches at once: Lightning's order, zeroing between the two, would wipe the gradients."""
         module = self.lightning_module
         assert module is not None
-        trainer = module.trainer
-        if (index := trainer.fit_loop.epoch_loop.batch_idx) % trainer.accumulate_grad_batches == 0:
-            self._zero_grad(trainer.current_epoch, index, self.optimizers[0])
-            self.numbers.begin_window(module)
+        self._zero_early(module)
         with self.precision_plugin.train_step_context(), guards.explained():
             loss, sums = pipeline.train(module.training_step, batch, rest, number)
         self.numbers.scale.add_row(sums)
         return {"loss": loss}
+
+    def _zero_early(self, module: pl.LightningModule) -> None:
+        """What Lightning does between a step's forward and its backward, hooks included."""
+        loop = module.trainer.fit_loop.epoch_loop
+        zero_grad = type(loop.automatic_optimization)._make_zero_grad_fn(loop.automatic_optimization, loop.batch_idx, self.optimizers[0])
+        if zero_grad is not None:
+            zero_grad()
+            self.numbers.begin_window(module)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validation_step", super().validation_step, *args, **kwargs)
@@ -448,8 +452,10 @@ class MegascaleStrategy(ModelParallelStrategy):
     # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
         assert self.lightning_module is not None
+        with standing_in(self.lightning_module) as absent:
+            super().setup_optimizers(trainer)
+        drop_parameters(self.optimizers, absent)
         guards.check_optimizers(self.lightning_module, self.optimizers)
         if self.plan.pipeline_parallel_size > 1:
             pipeline_guards.check_optimizers(self.optimizers)
@@ -512,5 +518,5 @@ class MegascaleStrategy(ModelParallelStrategy):
             checkpoints.remove(str(filepath))
 
 
-def _zeroed_already(epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+def _zeroed_already(batch_idx: int, optimizer: Optimizer) -> None:
     """Lightning zeroes after the forward; under a pipeline the backward is done by then, and the strategy has zeroed before it."""
