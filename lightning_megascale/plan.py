@@ -116,6 +116,9 @@ class ParallelPlan:
         if wrong:
             lines = "\n".join(f"  - {message}" for message in wrong)
             raise ValueError(f"this parallel plan cannot run on {world_size} rank{'s'[: world_size != 1]}:\n{lines}")
+        return self._filled(world_size)
+
+    def _filled(self, world_size: int) -> ParallelPlan:
         replicate, shard = self._data_parallel(world_size)
         return dataclasses.replace(
             self, data_parallel_size=replicate * shard, data_parallel_replicate_size=replicate, data_parallel_shard_size=shard
@@ -126,7 +129,7 @@ class ParallelPlan:
         wrong = self._check_values()
         if not wrong:
             wrong = self._check_world(world_size)
-        return wrong + refusals(self)
+        return wrong + refusals(self if wrong else self._filled(world_size))
 
     def check_without_world(self) -> list[str]:
         """The rules that hold for any number of ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
+from math import prod
 from typing import Any
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -32,11 +33,11 @@ class Feature:
 
 
 def _axes(
-    replicate: bool = False, shard: bool = False, tensor: bool = False, sequence: bool = False, pipeline: int = 1
+    replicate: bool = False, shard: bool = False, tensor: bool = False, sequence: bool = False, pipeline: bool = False
 ) -> Callable[[Any], bool]:
     def uses(plan: Any) -> bool:
         return (
-            min(plan.pipeline_parallel_size, 4) in ((2, 3) if pipeline == 2 else (pipeline,))
+            (plan.pipeline_parallel_size > 1) == pipeline
             and (plan.data_parallel_replicate_size != 1) == replicate
             and (plan.data_parallel_shard_size not in (1, "auto")) == shard
             and (plan.tensor_parallel_size > 1) == tensor
@@ -58,17 +59,23 @@ FEATURES = (
     Feature("axes", "tp+sp", _axes(tensor=True, sequence=True)),
     Feature("axes", "fsdp2 x tp", _axes(shard=True, tensor=True)),
     Feature("axes", "fsdp2 x tp+sp", _axes(shard=True, tensor=True, sequence=True)),
+    Feature("axes", "dp x tp", _axes(replicate=True, tensor=True)),
+    Feature("axes", "dp x tp+sp", _axes(replicate=True, tensor=True, sequence=True)),
     Feature("axes", "hsdp x tp", _axes(replicate=True, shard=True, tensor=True)),
     Feature("axes", "hsdp x tp+sp", _axes(replicate=True, shard=True, tensor=True, sequence=True)),
-    Feature("axes", "pp2", _axes(pipeline=2)),
-    Feature("axes", "pp4", _axes(pipeline=4)),
-    Feature("axes", "pp2 x dp", _axes(replicate=True, pipeline=2)),
-    Feature("axes", "pp2 x fsdp2", _axes(shard=True, pipeline=2)),
-    Feature("axes", "pp2 x tp", _axes(tensor=True, pipeline=2)),
-    Feature("axes", "pp2 x tp+sp", _axes(tensor=True, sequence=True, pipeline=2)),
-    Feature("axes", "pp2 x hsdp", _axes(replicate=True, shard=True, pipeline=2)),
-    Feature("axes", "pp2 x fsdp2 x tp", _axes(shard=True, tensor=True, pipeline=2)),
-    Feature("axes", "pp2 x fsdp2 x tp+sp", _axes(shard=True, tensor=True, sequence=True, pipeline=2)),
+    Feature("axes", "pp2", _axes(pipeline=True)),
+    Feature("axes", "pp4"),  # the same axes as pp2; a middle stage is neither first nor last
+    Feature("axes", "pp2 x dp", _axes(replicate=True, pipeline=True)),
+    Feature("axes", "pp2 x fsdp2", _axes(shard=True, pipeline=True)),
+    Feature("axes", "pp2 x tp", _axes(tensor=True, pipeline=True)),
+    Feature("axes", "pp2 x tp+sp", _axes(tensor=True, sequence=True, pipeline=True)),
+    Feature("axes", "pp2 x hsdp", _axes(replicate=True, shard=True, pipeline=True)),
+    Feature("axes", "pp2 x fsdp2 x tp", _axes(shard=True, tensor=True, pipeline=True)),
+    Feature("axes", "pp2 x fsdp2 x tp+sp", _axes(shard=True, tensor=True, sequence=True, pipeline=True)),
+    Feature("axes", "pp2 x dp x tp", _axes(replicate=True, tensor=True, pipeline=True)),
+    Feature("axes", "pp2 x dp x tp+sp", _axes(replicate=True, tensor=True, sequence=True, pipeline=True)),
+    Feature("axes", "pp2 x hsdp x tp", _axes(replicate=True, shard=True, tensor=True, pipeline=True)),
+    Feature("axes", "pp2 x hsdp x tp+sp", _axes(replicate=True, shard=True, tensor=True, sequence=True, pipeline=True)),
     Feature("schedule", "no pipeline", lambda plan: plan.pipeline_parallel_size == 1),
     *(Feature("schedule", name, _scheduled(name)) for name in SCHEDULES),
     Feature("split", "split by cost", lambda plan: plan.pipeline_split == "auto"),
@@ -110,7 +117,7 @@ REFUSED: dict[frozenset[str], str] = {
         "a selective policy cannot see into a compiled block: use activation_checkpointing='full' or None, or compile=False"
     ),
 }
-_TENSOR_PIPELINES = ("pp2 x tp", "pp2 x tp+sp", "pp2 x fsdp2 x tp", "pp2 x fsdp2 x tp+sp")
+_TENSOR_PIPELINES = tuple(f.name for f in FEATURES if f.dimension == "axes" and f.name.startswith("pp") and "tp" in f.name)
 for _schedule in ZERO_BUBBLE_SCHEDULES:
     REFUSED |= {
         frozenset((_schedule, "selective")): (
@@ -181,12 +188,20 @@ def refusals(plan: Any) -> list[str]:
         for uses, message in _UNPROVEN
         if uses(plan)
     ]
+    resolved = "auto" not in (plan.data_parallel_size, plan.data_parallel_shard_size) and _ranks(plan) > 1
+    if not wrong and resolved and not any(f.uses is not None and f.uses(plan) for f in FEATURES if f.dimension == "axes"):
+        wrong.append("this combination of axes is proven by no test: see the support table in README")
     used = [feature.name for feature in FEATURES if feature.uses is not None and feature.uses(plan)]
     for first, second in combinations(used, 2):
         reason = REFUSED.get(frozenset((first, second)))
         if reason:
             wrong.append(f"{first} x {second}: {reason}")
     return wrong
+
+
+def _ranks(plan: Any) -> int:
+    sizes = (plan.data_parallel_size, plan.tensor_parallel_size, plan.pipeline_parallel_size, plan.context_parallel_size)
+    return prod(int(size) for size in sizes)
 
 
 def dimensions() -> dict[str, tuple[str, ...]]:
@@ -212,9 +227,16 @@ def markdown() -> str:
     rows = ["| choice of | proven with every other row, pair by pair |", "|---|---|"]
     rows += [f"| {dimension} | {', '.join(names)} |" for dimension, names in dimensions().items()]
     rows += ["", "| refused | why |", "|---|---|"]
-    rows += [f"| {' x '.join(name for name in _table_order(pair))} | {reason} |" for pair, reason in REFUSED.items()]
+    rows += [f"| {_together(reason)} | {reason} |" for reason in dict.fromkeys(REFUSED.values())]
     rows += [f"| {label} | no test proves it yet |" for label in UNPROVEN_LABELS]
     return "\n".join(rows)
+
+
+def _together(reason: str) -> str:
+    """All pairs refused for one reason, as ``a or b x c or d``."""
+    pairs = [_table_order(pair) for pair, why in REFUSED.items() if why == reason]
+    sides = [list(dict.fromkeys(pair[side] for pair in pairs)) for side in (0, 1)]
+    return " with ".join(", ".join(side) for side in sides)
 
 
 def _table_order(pair: frozenset[str]) -> list[str]:

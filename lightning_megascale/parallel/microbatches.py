@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +16,9 @@ def split_rows(batch: Any, rows: int, parts: int) -> list[Any]:
     """Cuts a batch into parts of equal rows; what has no rows goes to every part.
 
     Args:
-        batch: a nest of mappings, sequences and dataclasses. Tensors whose dim 0 has ``rows`` entries are cut (views, no copies), and so
-            are lists of as many strings or numbers; 0-dim tensors, strings and numbers are repeated.
+        batch: a nest of mappings, sequences and dataclasses. Tensors and arrays whose dim 0 has ``rows`` entries are cut (views, no
+            copies), and so are lists and tuples of as many strings or numbers; named tuples are taken entry by entry; 0-dim tensors,
+            strings and numbers are repeated.
         rows: of the batch.
         parts: a divisor of ``rows``.
 
@@ -27,7 +30,7 @@ def split_rows(batch: Any, rows: int, parts: int) -> list[Any]:
 
 def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
     begin = number * size
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim == 0:
             return value
         if value.shape[0] != rows:
@@ -38,15 +41,20 @@ def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
         return value[begin : begin + size]
     if isinstance(value, Mapping):
         pairs = {key: _part(item, rows, size, number, f"{name}[{key!r}]") for key, item in value.items()}
-        return pairs if type(value) is dict else type(value)(pairs)  # type: ignore[call-arg]
+        if not isinstance(value, MutableMapping):
+            return pairs
+        part = copy.copy(value)  # not made anew: a defaultdict's constructor, say, takes something else
+        part.update(pairs)
+        return part
     if is_dataclass(value) and not isinstance(value, type):
         changed = {f.name: _part(getattr(value, f.name), rows, size, number, f"{name}.{f.name}") for f in fields(value) if f.init}
         return replace(value, **changed)
     if isinstance(value, (list, tuple)):
-        if len(value) == rows and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
+        named = hasattr(value, "_fields")
+        if len(value) == rows and not named and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
             return value[begin : begin + size]
         items = [_part(item, rows, size, number, f"{name}[{place}]") for place, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return type(value)(*items) if named else type(value)(items)
     return value
 
 
@@ -64,7 +72,11 @@ def merge_results(results: Sequence[Any], weights: Sequence[float]) -> Any:
             return torch.cat(list(results))
         return weighted_mean(list(results), weights) if first.is_floating_point() else torch.stack(list(results)).sum()
     if isinstance(first, Mapping):
-        return {key: merge_results([result[key] for result in results], weights) for key in first}
+        pairs = {key: merge_results([result[key] for result in results], weights) for key in first}
+        return pairs if type(first) is dict else type(first)(pairs)  # type: ignore[call-arg]
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [f.name for f in fields(first) if f.init]
+        return replace(first, **{name: merge_results([getattr(result, name) for result in results], weights) for name in names})
     if isinstance(first, tuple):
         items = [merge_results(group, weights) for group in zip(*results)]
         return type(first)(*items) if hasattr(first, "_fields") else tuple(items)

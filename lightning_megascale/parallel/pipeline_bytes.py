@@ -9,9 +9,10 @@ What torch does, and what therefore stands below (p, r, o: bytes of a number in 
   a unit's gradients of one microbatch are first made in p, and are added when that unit's backward is over; the root unit's is over last,
   and the head's gradients, which come first, wait for it.
 - The reduction then goes unit by unit, root first: its parameters are freed, its gradients copied into the reduce-scatter's input (r each),
-  freed, and the shard of the sum kept. One input at a time.
+  freed, and the shard of the sum kept. One input at a time. The last gradient of a unit is freed late, only when the sum is there: in the
+  root unit that is the embedding's or the head's, nearly all of it.
 - ``reduce_gradients="every"``: gradients are reduced when a unit's backward is over, so whole ones exist for one unit only (p each), beside
-  the input of its reduce-scatter, or of the unit before; sharded ones for all.
+  the input of its reduce-scatter (r each), or of the unit before, or input and output; sharded ones for all.
 - Every microbatch has its own receive buffers, for the hidden state and for its gradient, which are kept from step to step.
 
 Not counted: activations, and what one operator's backward makes before it is added to the gradient (one parameter, p each).
@@ -98,18 +99,20 @@ def stage_bytes(
     )
     sharded = shard * parameter
     waiting = root * compute if is_last else 0  # the head's gradients, while the blocks' are made
+    largest = max(blocks, default=0)
+    output = reduce / shard_size  # of a reduce-scatter
     if reduce_gradients == "every":
-        unit = (compute + reduce) * max(blocks, default=0)
-        working = max(waiting + unit, (compute + reduce) * root, root * compute + reduce * max(blocks, default=0))
+        block = waiting + largest * max(compute + reduce, int(reduce + output))
+        working = max(block, int(root * (compute + reduce + output)), root * compute + largest * reduce)
         return StageBytes(**fixed, gathered=whole * compute, gradients=sharded, working=working)
     kept = sharded if accumulated else 0
-    largest = max(blocks, default=0) * compute
-    working = largest if reshard_after_forward else 0  # the last all-gather's output
+    working = largest * compute if reshard_after_forward else 0  # the last all-gather's output
     if reduce > compute:
-        working = waiting + largest if is_last else max(root * compute, largest)
+        working = waiting + largest * compute if is_last else max(root, largest) * compute
     candidates = [StageBytes(**fixed, gathered=whole * compute, gradients=whole * reduce + kept, working=working)]
     for place, unit in enumerate(units):
         done, left = sum(units[:place]), sum(units[place + 1 :])
         gradients = (unit + left) * reduce + (kept or done * parameter // shard_size)
-        candidates.append(StageBytes(**fixed, gathered=left * compute, gradients=gradients, working=unit * reduce))
+        working = int(unit * (reduce if place else reduce + output))
+        candidates.append(StageBytes(**fixed, gathered=left * compute, gradients=gradients, working=working))
     return max(candidates, key=lambda candidate: candidate.total)

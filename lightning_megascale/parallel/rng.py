@@ -56,6 +56,20 @@ def seed_step(*parts: int | str) -> None:
 
 
 @contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Puts the generators of torch, Python and numpy back afterwards."""
+    host, numpy = random.getstate(), sys.modules.get("numpy")
+    arrays = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(host)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+
+
+@contextmanager
 def fork_seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds torch's generators inside the block and puts their state back afterwards."""
     devices = [device] if device.type == "cuda" else []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +93,7 @@ def merge_logs(recorders: Sequence[LogRecorder], weights: Sequence[float]) -> li
             value = getattr(torch.stack(values), reduce)()
         else:
             sizes = [float(entry.options["batch_size"]) for entry, _ in found if entry.options.get("batch_size") is not None]
+            values = [value if value.is_floating_point() else value.to(torch.get_default_dtype()) for value in values]  # as Lightning
             value = weighted_mean(values, sizes if len(sizes) == len(found) else [weight for _, weight in found])
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(entry.options["batch_size"] for entry, _ in found)
@@ -128,7 +131,10 @@ class Results:
         """
         entries: list[Entry] = []
         if self._is_owner and error is None:
-            entries = merge_logs(recorders, _numbers(weights))
+            try:
+                entries = merge_logs(recorders, _numbers(weights))
+            except Exception as raised:  # noqa: BLE001 - told to all ranks, which would wait for ever
+                error = raised
         sent = self._pack(sums, entries, error)
         sent[8] = float(counts_otherwise)
         dist.broadcast(sent, group=self._group, group_src=self._owner)
@@ -138,9 +144,9 @@ class Results:
             self._send_structure(number, error)
         values = sent[_HEADER : _HEADER + min(count, _ROOM)]
         if count > _ROOM:
-            rest = (
-                torch.stack([e.value.double() for e in self._numeric(entries)[_ROOM:]]) if self._is_owner else sent.new_empty(count - _ROOM)
-            )
+            rest = sent.new_empty(count - _ROOM)
+            if self._is_owner:
+                rest = torch.stack([entry.value.double().to(self._device) for entry in self._numeric(entries)[_ROOM:]])
             dist.broadcast(rest, group=self._group, group_src=self._owner)
             values = torch.cat([values, rest])
         numbers = iter(values)
@@ -185,18 +191,38 @@ class Results:
 
     def share_output(self, results: Sequence[Any], weights: Sequence[Any]) -> Any:
         """What an evaluation step returned for the whole batch, on every rank."""
-        found: list[Any] = [None]
+        found: list[Any] = [None, None]
+        error: Exception | None = None
         if self._is_owner and any(result is not None for result in results):
-            merged = merge_results(results, _numbers(weights))
-            found = [tree_map_only(Tensor, lambda tensor: tensor.cpu(), merged)]
+            try:
+                merged = merge_results(results, _numbers(weights))
+                found[0] = pickle.dumps(tree_map_only(Tensor, lambda tensor: tensor.cpu(), merged))
+            except Exception as raised:  # noqa: BLE001 - told to all ranks, which would wait for ever
+                error = raised
+                found[1] = f"what the step returned for its microbatches cannot be put together: {type(raised).__name__}: {raised}"
         dist.broadcast_object_list(found, group_src=self._owner, group=self._group, device=self._device)
-        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), found[0])
+        if found[1] is not None:
+            raise ValueError(found[1]) from error
+        merged = None if found[0] is None else pickle.loads(found[0])
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), merged)
 
 
 def _numbers(weights: Sequence[Any]) -> list[float]:
     """Weights on the host, with one transfer."""
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     return torch.stack(tensors).tolist() if len(tensors) == len(weights) and tensors else [float(weight) for weight in weights]
+
+
+def _twin(metric: Any) -> Any:
+    """A metric of the same kind without a state, which never communicates."""
+    group, metric.process_group = metric.process_group, None  # it cannot be copied
+    try:
+        twin = metric.clone()
+    finally:
+        metric.process_group = group
+    twin.sync_on_compute = twin._to_sync = False
+    twin.reset()
+    return twin
 
 
 class MetricStates:
@@ -209,12 +235,38 @@ class MetricStates:
         lists = [path for path, metric in self._metrics.items() if any(isinstance(d, list) for d in metric._defaults.values())]
         if lists:
             raise ValueError(guards.LIST_METRICS.format(names=", ".join(lists)))
+        self._twins: dict[str, Any] = {}
+
+    @contextmanager
+    def over_batch(self) -> Iterator[None]:
+        """A metric that is called inside gets its value over all microbatches together as its value of the step."""
+        handles = [metric.register_forward_hook(self._also(path), with_kwargs=True) for path, metric in self._metrics.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _also(self, path: str) -> Callable[..., None]:
+        """A hook that updates the metric's twin, which counts one batch only."""
+        twins = self._twins
+
+        def hook(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+            if path not in twins:
+                twins[path] = _twin(metric)
+            twins[path].update(*args, **kwargs)
+
+        return hook
 
     def share(self, group: dist.ProcessGroup, owner: int) -> None:
         if not self._metrics:
             return
         found: list[Any] = [None]
         if dist.get_rank(group) == owner:
+            for path, twin in self._twins.items():
+                if twin.update_called:
+                    self._metrics[path]._forward_cache = twin.compute()
+                    twin.reset()
             found = [{path: self._state(metric) for path, metric in self._metrics.items()}]
         dist.broadcast_object_list(found, group_src=owner, group=group)
         for path, (count, states, cache) in found[0].items():

@@ -25,7 +25,7 @@ from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
 from lightning_megascale.parallel.pipeline_boundaries import infer_boundaries
 from lightning_megascale.parallel.pipeline_schedule import CallStage, build_schedule, reshard, run_schedule
-from lightning_megascale.parallel.rng import seed_microbatch, seed_stage
+from lightning_megascale.parallel.rng import kept_generators, seed_stage, seed_step
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import pipeline_guards as guards
 from lightning_megascale.strategies.pipeline_logs import LogRecorder, MetricStates, Results
@@ -118,7 +118,8 @@ class PipelineSteps:
         self._group = views.pipeline.get_group()
         self._output_dtype, self._agree = output_dtype, agree
         self._switch = _Switch()
-        become(model, Piped)
+        if not isinstance(model, Piped):  # it is one from an earlier Trainer's run
+            become(model, Piped)
         model.__dict__["_pipeline_switch"] = self._switch
         self._model = model
         self._built: OrderedDict[Any, tuple[Any, list[CallStage]]] = OrderedDict()
@@ -127,6 +128,7 @@ class PipelineSteps:
         self._results = Results(self._group, pipeline.last_owner, device)
         self._told: set[str] = set()
         self._looked = False
+        self._evaluated = 0  # batches so far, which their random numbers follow
 
     # ---- steps ---------------------------------------------------------------------------------------------------------
 
@@ -156,6 +158,7 @@ class PipelineSteps:
         self._run(work, calls)
         sums = self._share(work)
         assert sums is not None
+        seed_step(self._seed, "after", number, self._views.data_parallel_rank)  # peers draw alike again, for the loader say
         return sums[4] / sums[0].clamp(min=1e-300), sums
 
     def evaluate(self, name: str, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> Any:
@@ -164,11 +167,13 @@ class PipelineSteps:
         size = self._plan.microbatch_size or 1
         ragged, most, least = self._agree([float(rows % size != 0), rows, -rows])
         count = 1 if ragged or most != -least else rows // size
-        work = _Work(step, split_rows(batch, rows, count), rest, 0, train=False)
-        calls = self._capture(work)
-        if isinstance(calls, _NotCalled):
-            return step(batch, *rest)  # no model call, nothing to pipeline
-        self._run(work, calls)
+        work = _Work(step, split_rows(batch, rows, count), rest, self._evaluated, train=False)
+        self._evaluated += 1
+        with kept_generators(self._device):
+            calls = self._capture(work)
+            if isinstance(calls, _NotCalled):
+                return step(batch, *rest)  # no model call, nothing to pipeline
+            self._run(work, calls)
         reshard(self.pipeline)
         self._share(work)
         return self._results.share_output(work.results, work.weights)
@@ -202,7 +207,8 @@ class PipelineSteps:
         return calls
 
     def _seed_part(self, work: _Work, number: int) -> None:
-        seed_microbatch(self._seed, work.number * len(work.parts) + number, self._views.data_parallel_rank)
+        """Both runs of a microbatch's step draw the same, on all ranks of the pipeline."""
+        seed_step(self._seed, "microbatch", work.number * len(work.parts) + number, self._views.data_parallel_rank)
 
     # ---- the schedule --------------------------------------------------------------------------------------------------
 
@@ -214,7 +220,8 @@ class PipelineSteps:
         schedule, stages = self._built[key]
         self._work = work
         try:
-            run_schedule(schedule, stages, calls, self.pipeline.has_last)
+            with self._metrics.over_batch():
+                run_schedule(schedule, stages, calls, self.pipeline.has_last)
         finally:
             self._work = None
         if work.train and not self._looked and schedule_name(self._plan.pipeline_schedule) in ZERO_BUBBLE_SCHEDULES:
