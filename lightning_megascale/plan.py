@@ -196,8 +196,10 @@ class ParallelPlan:
         reshard = self.reshard_after_forward
         if not (reshard == "auto" or isinstance(reshard, bool) or _is_size(reshard)):
             wrong.append(f"reshard_after_forward={reshard!r}: must be 'auto', True, False or a group size")
-        if self.pipeline_schedule.lower() not in {name.lower() for name in SCHEDULES}:
-            wrong.append(f"pipeline_schedule={self.pipeline_schedule!r}: must be one of {', '.join(SCHEDULES)}")
+        if schedule_name(self.pipeline_schedule) not in SCHEDULES:
+            near = difflib.get_close_matches(str(self.pipeline_schedule), SCHEDULES, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            wrong.append(f"pipeline_schedule={self.pipeline_schedule!r}: must be one of {', '.join(SCHEDULES)}{hint}")
         split = self.pipeline_split
         if split != "auto" and not (isinstance(split, (list, tuple)) and split and all(isinstance(name, str) for name in split)):
             wrong.append(f"pipeline_split={split!r}: must be 'auto' or a list of block names such as ['layers.4']")
@@ -292,12 +294,13 @@ class ParallelPlan:
     def check_microbatches(self, microbatches: int) -> list[str]:
         """The rules on how many microbatches go through a pipeline in one step."""
         schedule, ranks = schedule_name(self.pipeline_schedule), self.pipeline_parallel_size
-        rows = f"the loader's batch makes {microbatches} microbatches of microbatch_size={self.microbatch_size or 1}"
+        count = f"{microbatches} microbatch{'es'[: 2 * (microbatches != 1)]}"
+        rows = f"the loader's batch makes {count} of microbatch_size={self.microbatch_size or 1}"
         if schedule == "1F1B" and microbatches < ranks:
             return [f"{rows}, and pipeline_schedule='1F1B' needs at least pipeline_parallel_size={ranks}: give more rows, or use 'GPipe'"]
         rounds = max(1, microbatches // ranks)
         if schedule in LOOPED_SCHEDULES and (microbatches < ranks or microbatches % rounds):
-            near = f"{max(1, microbatches // ranks) * ranks} or {(microbatches // ranks + 1) * ranks}"
+            near = f"{rounds * ranks} or {(rounds + 1) * ranks}"
             rule = f"pipeline_schedule={schedule!r} works in rounds of pipeline_parallel_size={ranks} microbatches"
             return [f"{rows}, and {rule}: use {near} microbatches"]
         return []

@@ -41,11 +41,7 @@ def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
         return value[begin : begin + size]
     if isinstance(value, Mapping):
         pairs = {key: _part(item, rows, size, number, f"{name}[{key!r}]") for key, item in value.items()}
-        if not isinstance(value, MutableMapping):
-            return pairs
-        part = copy.copy(value)  # not made anew: a defaultdict's constructor, say, takes something else
-        part.update(pairs)
-        return part
+        return _like(value, pairs)
     if is_dataclass(value) and not isinstance(value, type):
         changed = {f.name: _part(getattr(value, f.name), rows, size, number, f"{name}.{f.name}") for f in fields(value) if f.init}
         return replace(value, **changed)
@@ -56,6 +52,16 @@ def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
         items = [_part(item, rows, size, number, f"{name}[{place}]") for place, item in enumerate(value)]
         return type(value)(*items) if named else type(value)(items)
     return value
+
+
+def _like(mapping: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
+    """A mapping of the same kind with other values; a copy, for constructors (of a defaultdict, say) take other things."""
+    if not isinstance(mapping, MutableMapping):
+        return pairs
+    made = copy.copy(mapping)
+    for key, value in pairs.items():
+        made[key] = value
+    return made
 
 
 def merge_results(results: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -73,7 +79,7 @@ def merge_results(results: Sequence[Any], weights: Sequence[float]) -> Any:
         return weighted_mean(list(results), weights) if first.is_floating_point() else torch.stack(list(results)).sum()
     if isinstance(first, Mapping):
         pairs = {key: merge_results([result[key] for result in results], weights) for key in first}
-        return pairs if type(first) is dict else type(first)(pairs)  # type: ignore[call-arg]
+        return _like(first, pairs)
     if is_dataclass(first) and not isinstance(first, type):
         names = [f.name for f in fields(first) if f.init]
         return replace(first, **{name: merge_results([getattr(result, name) for result in results], weights) for name in names})

@@ -15,7 +15,7 @@ from lightning_megascale.layout import ModelLayout, ModuleInfo, guess_layout, re
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.parallel.data import apply_data_parallel, sum_gradients, units_of
 from lightning_megascale.parallel.pipeline import PassThrough, Pipeline, split_into_stages, unowned_parameters
-from lightning_megascale.parallel.pipeline_split import Stages, check_split, cut_stages
+from lightning_megascale.parallel.pipeline_split import Stages, check_places, check_split, cut_stages
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.support import schedule_name
 
@@ -106,7 +106,7 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
             f"{option}={getattr(plan, option)!r} works on repeated blocks, and {type(model).__name__} has none that can be found: "
             "name them with layout=ModelLayout(blocks='...')"
         )
-    wrong += _rank_dependent_modules(module) if int(plan.data_parallel_size) > 1 else []
+    wrong += _rank_dependent_modules(module) if int(plan.data_parallel_size) > 1 or plan.pipeline_parallel_size > 1 else []
     wrong += _unshardable_parameters(module, model)
     if plan.activation_checkpointing == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
         wrong.append(
@@ -130,6 +130,9 @@ def _check_pipeline(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | 
         )
         return [message]
     wrong = layout.unmatched([name for name, _ in model.named_modules()])
+    if not wrong:
+        roles = layout.resolve([name for name, _ in model.named_modules()])
+        wrong = check_places([*roles["first"], *roles["blocks"], *roles["last"]])
     wrong = wrong or check_split(plan.pipeline_split, block_names(model, layout), _stage_count(plan))
     if wrong:
         return wrong
@@ -165,8 +168,9 @@ def _rank_dependent_modules(module: nn.Module) -> list[str]:
     for name, child in module.named_modules():
         if isinstance(child, nn.modules.batchnorm._NormBase) and child.training and (child.track_running_stats or _is_batch_norm(child)):
             wrong.append(
-                f"module {name!r} is a {type(child).__name__}: it takes its statistics from this rank's rows only, so the numbers would "
-                "depend on the number of ranks. Use group, layer or RMS norm, or freeze it (requires_grad_(False) and eval())"
+                f"module {name!r} is a {type(child).__name__}: it takes its statistics from this rank's rows only (in a pipeline from one "
+                "microbatch), so the numbers would depend on the number of ranks. Use group, layer or RMS norm, or freeze it "
+                "(requires_grad_(False) and eval())"
             )
         if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.scale_grad_by_freq):
             option = "max_norm" if child.max_norm is not None else "scale_grad_by_freq"

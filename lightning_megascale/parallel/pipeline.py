@@ -122,9 +122,7 @@ class Chunk(nn.Module):
             try:
                 output = self.model(*args, **kwargs)
             except StageEnd as end:
-                hidden = end.hidden
-                # zero-bubble schedules detach what has left in place, which a view does not allow
-                return hidden.clone() if isinstance(hidden, Tensor) and hidden._is_view() else hidden
+                return _sendable(end.hidden)
         if not self.is_last:
             raise ValueError(
                 f"the forward of {type(self.model).__name__} ended without calling the modules of the next pipeline stage: "
@@ -133,6 +131,14 @@ class Chunk(nn.Module):
         leaves, spec = tree_flatten(output)
         self.rebuild = _rebuilder(leaves, spec)
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _sendable(hidden: Any) -> Any:
+    """Messages are contiguous, and zero-bubble schedules detach what has left in place, which a view does not allow."""
+    if not isinstance(hidden, Tensor):
+        return hidden
+    hidden = hidden.contiguous()
+    return hidden.clone() if hidden._is_view() else hidden
 
 
 def _rebuilder(leaves: Sequence[Any], spec: TreeSpec) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -52,6 +53,7 @@ class CallStage(PipelineStage):
         device, group: of the pipeline axis.
         before_forward: called with (stage, microbatch) before each forward.
         reduce_every: gradients are summed over the data-parallel ranks after each microbatch, and kept sharded.
+        reshard: parameters are freed after each backward too, and gathered again for the next.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class CallStage(PipelineStage):
         group: dist.ProcessGroup,
         before_forward: Callable[[int, int], None],
         reduce_every: bool,
+        reshard: bool,
     ) -> None:
         nothing = torch.empty(1, device="meta")
         super().__init__(
@@ -80,7 +83,7 @@ class CallStage(PipelineStage):
         self.calls: Sequence[Call] = ()
         self.microbatch = 0
         self.weight_functions: list[str] | None = None
-        self._before_forward, self._reduce_every = before_forward, reduce_every
+        self._before_forward, self._reduce_every, self._reshard = before_forward, reduce_every, reshard
         self._units = units_of(chunk)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -98,16 +101,20 @@ class CallStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)  # any number of tensors leave the last stage
 
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
-        if not self._reduce_every or backward_type != "full":
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        from torch.distributed.pipelining._backward import stage_backward
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        gradients = self.bwd_cache.get(bwd_chunk_id, ())
+        self.bwd_cache[bwd_chunk_id] = tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
+        return super().get_bwd_send_ops(bwd_chunk_id)
 
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        """As torch's, which never frees parameters before the schedule ends nor reduces gradients earlier, unless it is asked to."""
+        if backward_type != "full" or not (self._reduce_every or self._reshard):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         for unit in self._units:
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_requires_all_reduce(last_backward, recurse=False)
-            unit.set_is_last_backward(last_backward)
-            unit.set_reshard_after_backward(last_backward, recurse=False)
+            unit.set_requires_gradient_sync(self._reduce_every, recurse=False)
+            unit.set_requires_all_reduce(self._reduce_every and last_backward, recurse=False)
+            unit.set_is_last_backward(self._reduce_every and last_backward)
+            unit.set_reshard_after_backward(self._reshard or (self._reduce_every and last_backward), recurse=False)
         return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -148,6 +155,7 @@ def build_schedule(
     before_forward: Callable[[int, int], None],
     train: bool,
     reduce_every: bool = False,
+    reshard: bool = False,
 ) -> tuple[_PipelineSchedule, list[CallStage]]:
     """A schedule over this rank's stages, for one shape of microbatch.
 
@@ -160,14 +168,14 @@ def build_schedule(
         loss_fn: (the model's output, microbatch number as a 0-dim tensor) -> loss; called on the last stage only.
         before_forward: see ``CallStage``.
         train: False: forward only.
-        reduce_every: see ``CallStage``.
+        reduce_every, reshard: see ``CallStage``.
     """
     total = len(pipeline.stages)
     stages = []
     for index, chunk in zip(pipeline.own_stages, pipeline.chunks):
         received = None if index == 0 else boundaries[index - 1].empty(train and pipeline.trains[index - 1])
         sent = None if index == total - 1 else boundaries[index].empty(train and pipeline.trains[index])
-        stages.append(CallStage(chunk, index, total, received, sent, device, group, before_forward, reduce_every))
+        stages.append(CallStage(chunk, index, total, received, sent, device, group, before_forward, reduce_every, reshard))
     if not train:
         return ForwardOnly(stages, microbatches, pipeline.stages.owners, loss_fn), stages
     kind = get_schedule_class(schedule)
@@ -193,7 +201,7 @@ def run_schedule(schedule: _PipelineSchedule, stages: Sequence[CallStage], calls
             stage.clear_runtime_states()
 
 
-def reshard(pipeline: Pipeline) -> None:
+def reshard_stages(pipeline: Pipeline) -> None:
     """Frees the gathered parameters that a forward without backward left."""
     for chunk in pipeline.chunks:
         for unit in chunk.modules():

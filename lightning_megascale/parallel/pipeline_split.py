@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from math import inf
 
 from lightning_megascale.layout import ModuleInfo
 from lightning_megascale.support import V_SCHEDULES
@@ -95,21 +96,28 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         before.append(before[-1] + cost)
 
     @cache
-    def best(end: int, parts: int) -> tuple[float, float, tuple[int, ...]]:
-        """(dearest part, sum of squares, starts) of the first ``end`` units in ``parts`` parts."""
+    def dearest(end: int, parts: int) -> float:
+        """The smallest possible dearest part of the first ``end`` units."""
         if parts == 1:
-            return before[end], before[end] ** 2, ()
-        found = None
-        for start in range(parts - 1, end):
-            dearest, squares, starts = best(start, parts - 1)
-            last = before[end] - before[start]
-            option = (max(dearest, last), squares + last**2, (*starts, start))
-            if found is None or option[:2] < found[:2]:
-                found = option
-        assert found is not None
-        return found
+            return before[end]
+        return min(max(dearest(start, parts - 1), before[end] - before[start]) for start in range(parts - 1, end))
 
-    return best(units, stages)[2]
+    limit = dearest(units, stages)
+
+    @cache
+    def evenest(end: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """(sum of squares, starts) of the first ``end`` units, no part above the limit."""
+        if parts == 1:
+            return (before[end] ** 2 if before[end] <= limit else inf), ()
+        options = []
+        for start in range(parts - 1, end):
+            last = before[end] - before[start]
+            if last <= limit:
+                squares, starts = evenest(start, parts - 1)
+                options.append((squares + last**2, (*starts, start)))
+        return min(options, default=(inf, ()), key=lambda option: option[0])
+
+    return evenest(units, stages)[1]
 
 
 def check_split(split: str | Sequence[str], blocks: Sequence[str], stages: int) -> list[str]:
@@ -135,6 +143,23 @@ def check_split(split: str | Sequence[str], blocks: Sequence[str], stages: int) 
     elif any(names.index(one) >= names.index(other) for one, other in pairwise(split)):
         wrong.append(f"pipeline_split={list(split)}: the names must stand in the order of the model, each once")
     return wrong
+
+
+def check_places(names: Sequence[str]) -> list[str]:
+    """A message for every module that the roles first, blocks and last name twice, or that lies inside of another one.
+
+    Args:
+        names: of the three roles together.
+    """
+    twice = [f"{name!r}" for name in dict.fromkeys(names) if list(names).count(name) > 1]
+    twice += [f"{outer!r} and {inner!r}" for outer in dict.fromkeys(names) for inner in names if inner.startswith(outer + ".")]
+    if not twice:
+        return []
+    message = (
+        f"the layout's first, blocks and last name {', '.join(twice[:4])}: a module has one place in a pipeline, and what lies inside of "
+        "it goes with it. A module that is called at both ends cannot be split"
+    )
+    return [message]
 
 
 def cut_stages(

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -15,6 +16,19 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from any parts, equal on every machine and in every process."""
     digest = hashlib.blake2b("\x00".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
+def seed_torch(number: int) -> None:
+    """``torch.manual_seed``; without an accelerator it would note a stack trace for each kind of one, which takes milliseconds."""
+    if _has_accelerator():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
 
 
 def seed_microbatch(seed: int, batch: int, data_parallel_rank: int) -> None:
@@ -28,7 +42,7 @@ def seed_microbatch(seed: int, batch: int, data_parallel_rank: int) -> None:
         batch: number of training batches before this one.
         data_parallel_rank: which share of the rows this rank works on.
     """
-    torch.manual_seed(derive_seed(seed, "microbatch", batch, data_parallel_rank))
+    seed_torch(derive_seed(seed, "microbatch", batch, data_parallel_rank))
 
 
 def seed_stage(seed: int, microbatch: int, data_parallel_rank: int, stage: int) -> None:
@@ -39,7 +53,7 @@ def seed_stage(seed: int, microbatch: int, data_parallel_rank: int, stage: int) 
         microbatch: number of microbatches of this rank before this one.
         stage: of the pipeline.
     """
-    torch.manual_seed(derive_seed(seed, "stage", microbatch, data_parallel_rank, stage))
+    seed_torch(derive_seed(seed, "stage", microbatch, data_parallel_rank, stage))
 
 
 def seed_step(*parts: int | str) -> None:
@@ -49,7 +63,7 @@ def seed_step(*parts: int | str) -> None:
         *parts: what the numbers follow.
     """
     number = derive_seed(*parts)
-    torch.manual_seed(number)
+    seed_torch(number)
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number % 2**32)
@@ -74,5 +88,5 @@ def fork_seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds torch's generators inside the block and puts their state back afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         yield

@@ -109,7 +109,7 @@ def check_rows(batch: Any, plan: ParallelPlan) -> None:
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Tensor-parallel peers compute parts of one forward: on different rows the result would be garbage without an error."""
+    """Pipeline- and tensor-parallel peers compute parts of one forward: on different rows the result would be garbage without an error."""
     if group is None or dist.get_world_size(group) == 1:
         return
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -123,8 +123,8 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
     dist.all_gather(gathered, mine, group=group)
     if any(not torch.equal(other, mine) for other in gathered):
         raise ValueError(
-            "tensor-parallel peers got different batches, so each would compute its part of another forward. Divide the data by "
-            "trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling depend on "
+            "pipeline- or tensor-parallel peers got different batches, so each would compute its part of another forward. Divide the data "
+            "by trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling depend on "
             "nothing else"
         )
 
@@ -196,7 +196,7 @@ HOOKS = (
 def check_zeroed(module: pl.LightningModule) -> None:
     """At the start of a window no gradient may be left: it was scaled already, and would be scaled again."""
     left = [p for p in module.parameters() if p.grad is not None]
-    if not left:
+    if not cast(Any, module.trainer.strategy).on_any_stage(bool(left)):
         return
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in left if p.grad is not None]
     if module.trainer.strategy.reduce_boolean_decision(any(bool(gradient.count_nonzero()) for gradient in local), all=False):

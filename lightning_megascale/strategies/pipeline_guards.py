@@ -27,6 +27,10 @@ NO_CALL = (
     "{step} never called {model}, the pipelined module: with pipeline_parallel_size above 1 it is called exactly once, as self.model(...) "
     "(name it with MegascaleStrategy(module=...))"
 )
+FAILED_ELSEWHERE = (
+    "the step failed on another rank before it called the model: {text}. Up to that call every rank runs the step with the whole "
+    "batch, and parts of the model that lie on another rank cannot be called apart"
+)
 UNEQUAL_CALLS = (
     "the microbatches of one batch reach the model with different shapes ({first} and {other}): a pipeline's buffers have one shape for a "
     "whole batch. Pad the batch in the collate function, not in the step"

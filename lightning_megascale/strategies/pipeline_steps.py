@@ -24,7 +24,7 @@ from lightning_megascale.parallel.microbatches import split_rows
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
 from lightning_megascale.parallel.pipeline_boundaries import infer_boundaries
-from lightning_megascale.parallel.pipeline_schedule import CallStage, build_schedule, reshard, run_schedule
+from lightning_megascale.parallel.pipeline_schedule import CallStage, build_schedule, reshard_stages, run_schedule
 from lightning_megascale.parallel.rng import kept_generators, seed_stage, seed_step
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import pipeline_guards as guards
@@ -150,11 +150,10 @@ class PipelineSteps:
         count = rows // size
         guards.raise_all(self._plan.check_microbatches(count))
         self.num_microbatches = count
-        work = _Work(step, split_rows(batch, rows, count), rest, number, train=True)
-        calls = self._capture(work)
+        work = _Work(step, [], rest, number, train=True)
+        calls = self._try_capture(work, batch, rows, count)
         if isinstance(calls, _NotCalled):
-            raise ValueError(guards.NO_CALL.format(step="training_step", model=type(self._model).__name__))
-        work.auxiliary = [MicrobatchWeight(None if (w := self._weigh(part)) is None else w.used) for part in work.parts]
+            calls = ValueError(guards.NO_CALL.format(step="training_step", model=type(self._model).__name__))
         self._run(work, calls)
         sums = self._share(work)
         assert sums is not None
@@ -167,14 +166,14 @@ class PipelineSteps:
         size = self._plan.microbatch_size or 1
         ragged, most, least = self._agree([float(rows % size != 0), rows, -rows])
         count = 1 if ragged or most != -least else rows // size
-        work = _Work(step, split_rows(batch, rows, count), rest, self._evaluated, train=False)
+        work = _Work(step, [], rest, self._evaluated, train=False)
         self._evaluated += 1
         with kept_generators(self._device):
-            calls = self._capture(work)
+            calls = self._try_capture(work, batch, rows, count)
             if isinstance(calls, _NotCalled):
                 return step(batch, *rest)  # no model call, nothing to pipeline
             self._run(work, calls)
-        reshard(self.pipeline)
+        reshard_stages(self.pipeline)
         self._share(work)
         return self._results.share_output(work.results, work.weights)
 
@@ -185,6 +184,17 @@ class PipelineSteps:
         if not rows:
             raise ValueError(f"the batch of {step} holds no tensor with rows, so it cannot be cut into microbatches")
         return rows
+
+    def _try_capture(self, work: _Work, batch: Any, rows: int, count: int) -> list[Call] | _NotCalled | Exception:
+        """Cuts the batch and captures its calls. An error may be this rank's alone, so it is not raised before all ranks know."""
+        try:
+            work.parts = split_rows(batch, rows, count)
+            calls = self._capture(work)
+            if work.train:
+                work.auxiliary = [MicrobatchWeight(None if (w := self._weigh(part)) is None else w.used) for part in work.parts]
+            return calls
+        except Exception as error:  # noqa: BLE001 - raised on all ranks together
+            return error
 
     def _capture(self, work: _Work) -> list[Call] | _NotCalled:
         """The model's arguments for each microbatch."""
@@ -212,9 +222,13 @@ class PipelineSteps:
 
     # ---- the schedule --------------------------------------------------------------------------------------------------
 
-    def _run(self, work: _Work, calls: list[Call]) -> None:
-        key = (work.train, len(calls), _shapes(calls[0]))
-        if self._agree([float(key not in self._built)])[0]:
+    def _run(self, work: _Work, calls: list[Call] | Exception) -> None:
+        failed = isinstance(calls, Exception)
+        key = None if isinstance(calls, Exception) else (work.train, len(calls), _shapes(calls[0]))
+        is_new, any_failed = self._agree([float(not failed and key not in self._built), float(failed)])
+        if isinstance(calls, Exception) or any_failed:
+            raise self._error_of_all(calls)
+        if is_new:
             self._build(key, calls[0])
         self._built.move_to_end(key)
         schedule, stages = self._built[key]
@@ -227,6 +241,14 @@ class PipelineSteps:
         if work.train and not self._looked and schedule_name(self._plan.pipeline_schedule) in ZERO_BUBBLE_SCHEDULES:
             self._looked = True
             self._refuse_weight_functions(stages)
+
+    def _error_of_all(self, calls: list[Call] | Exception) -> Exception:
+        """This rank's own error, or one with the words of the rank that has one."""
+        own = calls if isinstance(calls, Exception) else None
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, None if own is None else f"{type(own).__name__}: {own}", group=self._group)
+        text = next((text for text in everyone if text is not None), "see the log of the other data-parallel ranks")
+        return own or ValueError(guards.FAILED_ELSEWHERE.format(text=text))
 
     def _refuse_weight_functions(self, stages: list[CallStage]) -> None:
         """After the first zero-bubble schedule: its numbers are right, and part of its backward ran twice."""
@@ -252,6 +274,7 @@ class PipelineSteps:
             before_forward=self._before_forward,
             train=train,
             reduce_every=self._plan.reduce_gradients == "every",
+            reshard=self._plan.reshard_after_forward is True,
         )
         while len(self._built) > _KEPT_SCHEDULES:
             self._built.popitem(last=False)

@@ -253,6 +253,10 @@ class MegascaleStrategy(ModelParallelStrategy):
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._control_group())
         return [float(value) for value in values]
 
+    def on_any_stage(self, mine: bool) -> bool:
+        """What may differ between pipeline stages, which hold other parameters; without a pipeline this rank's answer."""
+        return mine if self._pipeline is None else bool(self._largest_over_ranks([float(mine)])[0])
+
     def _spread_of_parameters(self) -> tuple[Any, Any]:
         """What a norm over all parameters has to know: who holds other ones, and which are counted elsewhere."""
         assert self._done is not None
