@@ -3,8 +3,8 @@
 What torch does, and what therefore stands below (p, r, o: bytes of a number in forward and backward, in the reduction, in the optimizer):
 
 - ``PipelineStage`` turns resharding after backward off until the schedule's last backward, so from a backward on all of the stage's
-  parameters lie there whole (p each). ``reshard_after_forward=True`` frees a block after its forward, yet the next backward gathers every
-  block again and keeps it: the peak is the same, plus one block's all-gather output where nothing else takes its place.
+  parameters lie there whole (p each). With ``reshard_after_forward=True`` a stage (``CallStage``) frees a block after its forward and
+  after its backward: whole are the root, the block at work, the one gathered ahead, and the output of that gather.
 - ``reduce_gradients="last"``: gradients stay whole in the reduction's dtype (r each) until the schedule has ended. Where r is wider than p,
   a unit's gradients of one microbatch are first made in p, and are added when that unit's backward is over; the root unit's is over last,
   and the head's gradients, which come first, wait for it.
@@ -81,7 +81,7 @@ def stage_bytes(
         parameter, compute, reduce: bytes of a number: parameters and optimizer state; forward and backward; sum of gradients over ranks.
         states: numbers that the optimizer keeps for each parameter.
         reduce_gradients: "last" or "every".
-        reshard_after_forward: True frees parameters after their forward.
+        reshard_after_forward: True frees parameters after their forward and backward.
         accumulated: earlier schedule calls of the same optimizer step have left sharded gradients.
 
     Raises:
@@ -101,18 +101,29 @@ def stage_bytes(
     waiting = root * compute if is_last else 0  # the head's gradients, while the blocks' are made
     largest = max(blocks, default=0)
     output = reduce / shard_size  # of a reduce-scatter
+    ahead = min(2, len(blocks)) * largest * compute  # the block gathered ahead, and the output of its gather
+    if reshard_after_forward:
+        gathered = (root + largest) * compute
+    else:
+        gathered, ahead = whole * compute, 0
+    if reduce_gradients == "every" and reshard_after_forward:
+        working = root * (compute + reduce) + ahead if is_last else largest * (compute + reduce) + ahead // max(1, min(2, len(blocks)))
+        return StageBytes(**fixed, gathered=gathered, gradients=sharded, working=working)
     if reduce_gradients == "every":
         block = waiting + largest * max(compute + reduce, int(reduce + output))
         working = max(block, int(root * (compute + reduce + output)), root * compute + largest * reduce)
         return StageBytes(**fixed, gathered=whole * compute, gradients=sharded, working=working)
     kept = sharded if accumulated else 0
-    working = largest * compute if reshard_after_forward else 0  # the last all-gather's output
-    if reduce > compute:
+    working = ahead
+    if reduce > compute and reshard_after_forward:
+        working += waiting
+    elif reduce > compute:
         working = waiting + largest * compute if is_last else max(root, largest) * compute
-    candidates = [StageBytes(**fixed, gathered=whole * compute, gradients=whole * reduce + kept, working=working)]
+    candidates = [StageBytes(**fixed, gathered=gathered, gradients=whole * reduce + kept, working=working)]
     for place, unit in enumerate(units):
         done, left = sum(units[:place]), sum(units[place + 1 :])
         gradients = (unit + left) * reduce + (kept or done * parameter // shard_size)
         working = int(unit * (reduce if place else reduce + output))
-        candidates.append(StageBytes(**fixed, gathered=left * compute, gradients=gradients, working=working))
+        still = 0 if reshard_after_forward else left * compute
+        candidates.append(StageBytes(**fixed, gathered=still, gradients=gradients, working=working))
     return max(candidates, key=lambda candidate: candidate.total)

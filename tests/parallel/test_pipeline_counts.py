@@ -124,10 +124,10 @@ def test_one_message_for_each_boundary_microbatch_and_direction(counted: list[li
 
 
 def test_the_other_modes_gather_and_reduce_more() -> None:
-    """With resharding a unit is gathered for each forward, and once more for the backwards, which keep it; reducing every microbatch
+    """With resharding a unit is gathered for each forward and for each backward; reducing every microbatch
     reduces each unit each time."""
     cases = [case_of("1F1B", "none", reshard="reshard always"), case_of("1F1B", "none", accumulation="accumulate 2, reduce every")]
     for resharded, reduced in run_ranks(count, 4, cases):
         parts = parity.microbatches_of(cases[0])
-        assert resharded["allgather_base"] == (parts + 1) * resharded["units"] and resharded["reduce_scatter_base"] == resharded["units"]
+        assert resharded["allgather_base"] == 2 * parts * resharded["units"] and resharded["reduce_scatter_base"] == resharded["units"]
         assert reduced["allgather_base"] == reduced["units"] and reduced["reduce_scatter_base"] == parts * reduced["units"]

@@ -155,12 +155,14 @@ class OptimizerPlan:
 
     Args:
         targets: key in the storage -> empty tensor to fill.
-        state: parameter -> state key -> the tensors of ``targets`` and the other values.
+        repeats: (tensor, the one of ``targets`` that it equals), for a second copy of a tied parameter.
+        state: parameter -> state key -> the tensors of ``targets`` and ``repeats`` and the other values.
         options: per current group, what to set.
         origin: per current group, the number of the saved group its options come from; None for a new group.
     """
 
     targets: dict[str, Tensor] = field(default_factory=dict)
+    repeats: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     state: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
     origin: list[int | None] = field(default_factory=list)
@@ -212,7 +214,7 @@ def plan_optimizer(
                     )
                 continue
             found.setdefault(where[name], []).append(name)
-            plan.state[parameter] = _empty_state(mine, name, parameter, group, sizes, model_dtypes.get(name), plan.targets)
+            plan.state[parameter] = _empty_state(mine, name, parameter, group, sizes, model_dtypes.get(name), plan)
         origin, options = _agreed_options(index, number, found, mine)
         plan.origin.append(origin)
         plan.options.append(options)
@@ -249,7 +251,7 @@ def _empty_state(
     group: Mapping[str, Any],
     sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
     saved_dtype: torch.dtype | None,
-    targets: dict[str, Tensor],
+    plan: OptimizerPlan,
 ) -> dict[str, Any]:
     """Empty state tensors for one parameter: sharded like it when of its shape, otherwise whole on every rank."""
     state: dict[str, Any] = dict(saved.values.get(name, {}))
@@ -268,12 +270,18 @@ def _empty_state(
             if isinstance(parameter, DTensor):  # a plain tensor would not mix with it
                 mesh = parameter.device_mesh
                 tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        targets[storage_key] = state[key] = tensor
+        state[key] = tensor
+        if storage_key in plan.targets:
+            plan.repeats.append((tensor, plan.targets[storage_key]))
+        else:
+            plan.targets[storage_key] = tensor
     return state
 
 
 def restore_optimizer(optimizer: Optimizer, plan: OptimizerPlan) -> None:
     """Gives the loaded state and options to the optimizer."""
+    for tensor, loaded in plan.repeats:
+        tensor.copy_(loaded)
     optimizer.state.clear()
     for parameter, state in plan.state.items():
         if state:
