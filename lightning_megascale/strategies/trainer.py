@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -25,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megascale.layout import ModelLayout
-from lightning_megascale.mesh import MeshViews, build_mesh, compatible_mesh
-from lightning_megascale.parallel.data import GatherRows, postponed_reduction
+from lightning_megascale.mesh import build_mesh, compatible_mesh
+from lightning_megascale.parallel.data import postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
 from lightning_megascale.parallel.parallelize import (
     Parallelized,
@@ -41,17 +36,16 @@ from lightning_megascale.parallel.pipeline import standing_in
 from lightning_megascale.parallel.rng import seed_microbatch
 from lightning_megascale.parallel.tied import broadcast_tied, sum_tied_gradients
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
-from lightning_megascale.strategies import checkpoint as checkpoints
 from lightning_megascale.strategies import guards, pipeline_guards
-from lightning_megascale.strategies.loaders import EvenLoader
 from lightning_megascale.strategies.pipeline_steps import PipelineSteps
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
+from lightning_megascale.strategies.saving import Saving
 from lightning_megascale.strategies.steps import StepNumbers, drop_parameters
 
 log = logging.getLogger(__name__)
 
 
-class MegascaleStrategy(ModelParallelStrategy):
+class MegascaleStrategy(Saving):
     """Runs an unmodified LightningModule over several ranks, with the numbers of one device.
 
     Args:
@@ -92,34 +86,15 @@ class MegascaleStrategy(ModelParallelStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend, timeout=timeout
         )
         self._module_name, self._layout, self._placement = module, layout, placement
-        self._views: MeshViews | None = None
-        self._done: Parallelized | None = None
         self._seed = 0
         self._numbers: StepNumbers | None = None
         self._finishing: Optimizer | None = None
         self._pipeline: PipelineSteps | None = None
-        self._control: Any = None
         self._peers_checked: set[str] = set()
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping (0-dim, equal on all ranks), or None without clipping."""
 
     # ---- ranks and mesh ------------------------------------------------------------------------------------------------
-
-    @property
-    def mesh_views(self) -> MeshViews:
-        if self._views is None:
-            raise RuntimeError("the mesh exists once the Trainer has started its processes (from setup() on)")
-        return self._views
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which share of the rows this rank works on: the same for its tensor-parallel peers."""
-        return self.mesh_views.data_parallel_rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of different shares of the rows: dp_replicate x dp_shard."""
-        return self.mesh_views.data_parallel_size
 
     @property
     def step_loss(self) -> Tensor | None:
@@ -146,10 +121,6 @@ class MegascaleStrategy(ModelParallelStrategy):
         """The bookkeeping of weights and reductions of the running fit."""
         assert self._numbers is not None, "only while fitting"
         return self._numbers
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def _configure_launcher(self) -> None:
         guards.refuse_notebook(self.cluster_environment)
@@ -247,16 +218,6 @@ class MegascaleStrategy(ModelParallelStrategy):
             self.lightning_module.trainer.fit_loop.epoch_loop.automatic_optimization.__dict__.pop("_make_zero_grad_fn", None)
         super().teardown()
 
-    def _largest_over_ranks(self, numbers: Sequence[float]) -> list[float]:
-        """The largest over all ranks of each of a few host numbers; no device is waited for."""
-        values = torch.tensor(numbers, dtype=torch.float64)
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._control_group())
-        return [float(value) for value in values]
-
-    def on_any_stage(self, mine: bool) -> bool:
-        """What may differ between pipeline stages, which hold other parameters; without a pipeline this rank's answer."""
-        return mine if self._pipeline is None else bool(self._largest_over_ranks([float(mine)])[0])
-
     def _spread_of_parameters(self) -> tuple[Any, Any]:
         """What a norm over all parameters has to know: who holds other ones, and which are counted elsewhere."""
         assert self._done is not None
@@ -267,13 +228,6 @@ class MegascaleStrategy(ModelParallelStrategy):
         """FSDP2's and DTensor's views cannot be made under inference_mode; no_grad gives the same numbers."""
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
-
-    def _set_metric_groups(self) -> None:
-        """torchmetrics objects reduce over those who see other rows, not over all ranks."""
-        assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            if hasattr(module, "process_group") and hasattr(module, "dist_sync_fn") and module.process_group is None:
-                module.process_group = self.mesh_views.batch.get_group()
 
     def _derive_accumulation(self, trainer: pl.Trainer) -> None:
         """Accumulation follows from the global batch."""
@@ -287,6 +241,20 @@ class MegascaleStrategy(ModelParallelStrategy):
             )
         trainer.accumulate_grad_batches = accumulation
         rank_zero_info(f"batch: {line}")
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        with standing_in(self.lightning_module) as absent:
+            super().setup_optimizers(trainer)
+        drop_parameters(self.optimizers, absent)
+        guards.check_optimizers(self.lightning_module, self.optimizers)
+        if self.plan.pipeline_parallel_size > 1:
+            pipeline_guards.check_optimizers(self.optimizers)
+            pipeline_guards.check_tied_options(self.lightning_module, self.optimizers, self._tied_names(), self.mesh_views.pipeline)
+
+    def on_any_stage(self, mine: bool) -> bool:
+        """What may differ between pipeline stages, which hold other parameters; without a pipeline this rank's answer."""
+        return mine if self._pipeline is None else bool(self._largest_over_ranks([float(mine)])[0])
 
     # ---- a step --------------------------------------------------------------------------------------------------------
 
@@ -387,12 +355,6 @@ class MegascaleStrategy(ModelParallelStrategy):
         if optimizer is not None:
             self.numbers.finish(self.lightning_module, optimizer, self._done.partial)
 
-    def _drop_whole_copies(self) -> None:
-        """A forward without backward leaves FSDP2's gathered parameters behind; after a change of the shards they would be stale."""
-        assert self._done is not None
-        for unit in self._done.units:
-            unit.reshard()
-
     def on_train_start(self) -> None:
         self._set_metric_groups()
 
@@ -409,117 +371,6 @@ class MegascaleStrategy(ModelParallelStrategy):
         assert self._done is not None
         with postponed_reduction(self._done.units, last_only=self.plan.reduce_gradients == "last"):
             yield
-
-    # ---- data and metrics ----------------------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Workers are seeded by the share of rows they load, so tensor-parallel peers augment alike."""
-        if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", ...) is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)  # type: ignore[attr-defined]
-        dataloader = super().process_dataloader(dataloader)
-        if guards.check_loader_lengths(dataloader, self.root_device) or self.world_size == 1:
-            return dataloader
-        return EvenLoader(dataloader, self._control_group())  # type: ignore[arg-type]
-
-    def _control_group(self) -> Any:
-        """A group of all ranks for words between hosts; a wait on it never waits for a GPU."""
-        if self._control is None and torch.distributed.get_backend() != "gloo":
-            self._control = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
-        return self._control
-
-    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Over the ranks that count other tokens, unless a group is given. A mean of whole numbers is not rounded."""
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
-            tensor = tensor.double()
-        return super().reduce(tensor, group if group is not None else self.mesh_views.loss.get_group(), reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all ranks: whoever stops, stops with everybody."""
-        value = torch.tensor(int(decision), device=self.root_device)
-        op = torch.distributed.ReduceOp.MIN if all else torch.distributed.ReduceOp.MAX
-        torch.distributed.all_reduce(value, op)
-        return bool(value.item())
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Over the ranks that see other rows, also where Lightning says "all ranks", unless another group is given."""
-        if group is None or group is torch.distributed.group.WORLD:
-            group = self.mesh_views.batch.get_group()
-        return GatherRows.apply(tensor, group) if sync_grads else super().all_gather(tensor, group)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks; with gloo a time-out names those that are missing."""
-        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-            torch.distributed.monitored_barrier(timeout=self._timeout, wait_all_ranks=True)
-        else:
-            super().barrier(name)
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        with standing_in(self.lightning_module) as absent:
-            super().setup_optimizers(trainer)
-        drop_parameters(self.optimizers, absent)
-        guards.check_optimizers(self.lightning_module, self.optimizers)
-        if self.plan.pipeline_parallel_size > 1:
-            pipeline_guards.check_optimizers(self.optimizers)
-            pipeline_guards.check_tied_options(self.lightning_module, self.optimizers, self._tied_names(), self.mesh_views.pipeline)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {}  # save_checkpoint takes it from the optimizer itself, sharded and by name
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise ValueError("storage_options is not used: a checkpoint is a folder written by torch.distributed.checkpoint")
-        assert self.lightning_module is not None
-        checkpoint["megascale"] = {"plan": dataclasses.asdict(self.plan) | {"activation_checkpointing": None, "compile": False}}
-        path = self.broadcast(str(filepath))
-        arguments = (checkpoint, self.lightning_module, self._raw_optimizers() if "optimizer_states" in checkpoint else [])
-        if not self._save_distributed_checkpoint:
-            checkpoints.save_single_file(path, *arguments)
-            return
-        peers = self.plan.model_parallel_size
-        first = peers == 1 or self._is_first_of_data_rank()
-        self._drop_whole_copies()
-        checkpoints.save(path, *arguments, data_parallel_rank=self.data_parallel_rank, is_first_of_data_rank=first, tied=self._tied_names())
-
-    def _tied_names(self) -> list[list[str]]:
-        """Groups of names below the LightningModule that are one parameter, of which pipeline stages hold copies."""
-        if self._done is None or self._done.pipeline is None or self.lightning_module is None:
-            return []
-        prefix, _ = target_of(self.lightning_module, self._module_name)
-        return [[f"{prefix}.{name}" for name in group] for group in self._done.pipeline.tied]
-
-    def _is_first_of_data_rank(self) -> bool:
-        """True on one of the ranks that share this rank's rows."""
-        views = self.mesh_views
-        return all(axis is None or axis.get_local_rank() == 0 for axis in (views.tensor, views.pipeline))
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        path = self.broadcast(str(checkpoint_path))
-        self._drop_whole_copies()
-        found = checkpoints.read_metadata(path, weights_only) if os.path.isdir(path) else {}
-        guards.refuse_batch_change(found.get("megascale", {}).get("plan", {}), self.plan)
-        return checkpoints.load(
-            path,
-            self.lightning_module,
-            self._raw_optimizers(),
-            data_parallel_rank=self.data_parallel_rank,
-            strict=self.lightning_module.strict_loading,
-            weights_only=weights_only,
-        )
-
-    def _raw_optimizers(self) -> list[Optimizer]:
-        return [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            checkpoints.remove(str(filepath))
 
 
 def _zeroed_already(batch_idx: int, optimizer: Optimizer) -> None:
