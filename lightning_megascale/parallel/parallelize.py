@@ -36,6 +36,7 @@ class Parallelized:
         copies: ids of the parameters that are a second copy of a tied one, which norms and checkpoints count once.
         num_parameters: of the whole module, tied ones once.
         trainable: names of the whole module's trainable parameters.
+        shapes: name and shape of each of the whole module's parameters, in module order; filled under a pipeline.
     """
 
     plan: ParallelPlan
@@ -48,6 +49,7 @@ class Parallelized:
     copies: set[int] = field(default_factory=set)
     num_parameters: int = 0
     trainable: tuple[str, ...] = ()
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
 
 
 def describe(model: nn.Module) -> list[ModuleInfo]:
@@ -247,6 +249,7 @@ def parallelize(
     roots = roots_of(module, target)
     if views.pipeline is not None:
         assert layout is not None
+        done.shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         done.pipeline = split_into_stages(target, layout, stages_of(target, plan, layout), views.pipeline.get_local_rank())
         layout = done.pipeline.layout
         roots = [*done.pipeline.chunks, *roots[1:]]

@@ -70,6 +70,7 @@ class Saving(Ranks):
             data_parallel_rank=self.data_parallel_rank,
             strict=self.lightning_module.strict_loading,
             weights_only=weights_only,
+            shapes=None if self._done is None or self._done.pipeline is None else self._done.shapes,
         )
 
     def _raw_optimizers(self) -> list[Optimizer]:

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemReader
+from torch.utils.data import DataLoader
 
 from lightning_megascale.cli.checkpoint import main
 from tests import parity
@@ -113,3 +116,43 @@ def test_megascale_checkpoint_lists_checks_and_exports_it(
         off, where = worst(exported["one"]["state_dict"], exported[name]["state_dict"])
         assert off < 1e-10, f"{name}: {where} is off by {off:.2e}"
         assert exported[name]["global_step"] == parity.STEPS
+
+
+class Plain(resume.Scheduled):
+    """For Lightning's own strategies: all rows on one device."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(parity.Rows(self.case, 0, 1), batch_size=parity.rows_of(self.case))
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def plain_run(folder: str) -> list[float]:
+    """Six steps with the plain Trainer; a ``.ckpt`` after three, in which the optimizer numbers its parameters."""
+    losses = Losses()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        gradient_clip_val=parity.CLIP,
+        callbacks=[losses, ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Plain({**CASES["pp4"], "init": "eager", "embeddings": "tied head"}))
+    return losses.seen
+
+
+def test_a_checkpoint_of_the_plain_trainer_resumes_under_a_pipeline(tmp_path: Path) -> None:
+    expected = run_ranks(plain_run, 1, str(tmp_path))[0]
+    for name in ("pp2 x tp", "interleaved"):
+        path = {"plain": str(tmp_path / "epoch=0.ckpt")}
+        for results in run_ranks(resume.resume_all, resume.ranks_of(name), name, path, timeout=120):
+            assert results["plain"]["losses"] == pytest.approx(expected[parity.STEPS :], abs=1e-10), name

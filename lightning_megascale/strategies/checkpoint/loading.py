@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def load(
     weights_only: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     scheduler_optimizers: Sequence[int] | None = None,
+    shapes: Mapping[str, torch.Size] | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint of any plan into the module and the optimizers as they are sharded now. Collective.
 
@@ -51,6 +52,9 @@ def load(
         weights_only: as in ``torch.load``: None refuses pickled classes, False trusts the file.
         scheduler_optimizers: for each learning-rate scheduler the index of its optimizer; needed only with several optimizers whose
             parameter groups changed.
+
+        shapes: names and shapes of the parameters of the whole module, in order, where this rank's module holds some of them (a pipeline);
+            needed for files that number parameters.
 
     Returns:
         Lightning's dict without ``state_dict`` and ``optimizer_states``.
@@ -70,7 +74,8 @@ def load(
         state = model_state(module)
         _check_names(archive, state, strict, group)
         inner = [unwrap(optimizer) for optimizer in optimizers]
-        plans = together(what, lambda: _plan_optimizers(archive, module, inner), group)
+        whole = _whole_groups(archive, module, inner, shapes, group)
+        plans = together(what, lambda: _plan_optimizers(archive, module, inner, shapes, whole), group)
         targets, repeats, fresh = _model_targets(archive, state)
         for plan in plans:
             targets.update(plan.targets)
@@ -113,7 +118,31 @@ def _check_names(archive: Archive, state: ModelState, strict: bool, group: dist.
         warnings.warn(message, stacklevel=3)
 
 
-def _plan_optimizers(archive: Archive, module: nn.Module, optimizers: Sequence[Any]) -> list[OptimizerPlan]:
+def _whole_groups(
+    archive: Archive, module: nn.Module, optimizers: Sequence[Any], shapes: Mapping[str, torch.Size] | None, group: dist.ProcessGroup | None
+) -> list[list[list[str]]]:
+    """For each optimizer and group the names over all ranks, in the whole module's order; empty where nothing is numbered."""
+    numbered = any(isinstance(name, int) for one in archive.optimizers for name in one.names)
+    if shapes is None or not numbered:
+        return []
+    names = parameter_names(module)
+    mine = [[[names[id(p)][0] for p in entry["params"]] for entry in optimizer.param_groups] for optimizer in optimizers]
+    everyone = gather(mine, group)
+    order = {name: place for place, name in enumerate(shapes)}
+    found = []
+    for optimizer in range(len(optimizers)):
+        groups = zip(*(one[optimizer] for one in everyone))
+        found.append([sorted({name for part in parts for name in part if name in order}, key=order.__getitem__) for parts in groups])
+    return found
+
+
+def _plan_optimizers(
+    archive: Archive,
+    module: nn.Module,
+    optimizers: Sequence[Any],
+    shapes: Mapping[str, torch.Size] | None = None,
+    whole: Sequence[list[list[str]]] = (),
+) -> list[OptimizerPlan]:
     if not optimizers:
         return []
     if not archive.optimizers:
@@ -126,7 +155,10 @@ def _plan_optimizers(archive: Archive, module: nn.Module, optimizers: Sequence[A
             f"checkpoint {archive.path} holds {len(archive.optimizers)} optimizers, configure_optimizers gave {len(optimizers)}"
         )
     names = parameter_names(module)
-    saved = [named(i, one, optimizers[i], module, archive.sizes) for i, one in enumerate(archive.optimizers)]
+    saved = [
+        named(i, one, optimizers[i], module, archive.sizes, shapes if whole else None, whole[i] if whole else None)
+        for i, one in enumerate(archive.optimizers)
+    ]
     dtypes = {name: archive.sizes[key][1] for name, key in archive.model.items()}
     return [plan_optimizer(i, one, saved, names, archive.tied, archive.sizes, dtypes) for i, one in enumerate(optimizers)]
 

@@ -104,11 +104,20 @@ class SavedOptimizer:
         return [name for group in self.groups for name in group["names"]]
 
 
-def named(index: int, saved: SavedOptimizer, optimizer: Optimizer, module: nn.Module, sizes: Mapping[str, tuple]) -> SavedOptimizer:
+def named(
+    index: int,
+    saved: SavedOptimizer,
+    optimizer: Optimizer,
+    module: nn.Module,
+    sizes: Mapping[str, tuple],
+    whole_shapes: Mapping[str, torch.Size] | None = None,
+    whole_groups: list[list[str]] | None = None,
+) -> SavedOptimizer:
     """The saved optimizer with numbers replaced by parameter names.
 
     Two numberings exist: torch's own counts through the groups of the optimizer that saved; FSDPStrategy and ModelParallelStrategy
-    count ``module.parameters()``. Numbers that do not run 0, 1, 2, ... through the groups are the second kind.
+    count ``module.parameters()``. Numbers that do not run 0, 1, 2, ... through the groups are the second kind. Under a pipeline both
+    count over the whole module: ``whole_shapes`` are its parameters in order, ``whole_groups`` the optimizer's groups over all stages.
 
     Raises:
         ValueError: when the numbers cannot be told apart safely: other group sizes than now, or state of another shape.
@@ -117,8 +126,8 @@ def named(index: int, saved: SavedOptimizer, optimizer: Optimizer, module: nn.Mo
     if not any(isinstance(i, int) for i in ids):
         return saved
     names = parameter_names(module)
-    current = [[names[id(p)][0] for p in group["params"]] for group in optimizer.param_groups]
-    shapes = {names[id(p)][0]: p.shape for p in module.parameters()}
+    current = whole_groups or [[names[id(p)][0] for p in group["params"]] for group in optimizer.param_groups]
+    shapes = whole_shapes or {names[id(p)][0]: p.shape for p in module.parameters()}
     in_module_order = list(shapes)
     recorded = [name for group in saved.groups for name in group["options"].get("param_names") or ()]
     if len(recorded) == len(ids):
