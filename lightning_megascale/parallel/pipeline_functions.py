@@ -1,4 +1,4 @@
-"""Finds autograd functions that own a weight: a zero-bubble schedule, which runs input and weight gradients apart, runs them twice."""
+"""What a pipeline must know of an autograd graph: functions that own a weight, and losses that use a parameter past the model's output."""
 
 from __future__ import annotations
 
@@ -33,3 +33,25 @@ def weight_functions(outputs: Iterable[Any], parameters: Iterable[Tensor]) -> li
         seen.update(fresh)
         open_ += fresh
     return list(found)
+
+
+def uses_parameters(loss: Tensor, outputs: Iterable[Any]) -> bool:
+    """Whether a loss depends on a leaf that needs a gradient other than through the model's outputs.
+
+    Args:
+        loss: of one microbatch.
+        outputs: what the model returned; what is no tensor is skipped.
+    """
+    ends = {output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None}
+    leaves = {id(output) for output in outputs if isinstance(output, Tensor)}
+    open_ = [] if loss.grad_fn is None or loss.grad_fn in ends else [loss.grad_fn]
+    seen: set[Any] = set(open_)
+    while open_:
+        node = open_.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in leaves:
+            return True
+        fresh = [following for following, _ in node.next_functions if following is not None and following not in seen | ends]
+        seen.update(fresh)
+        open_ += fresh
+    return False

@@ -31,6 +31,12 @@ FAILED_ELSEWHERE = (
     "the step failed on another rank before it called the model: {text}. Up to that call every rank runs the step with the whole "
     "batch, and parts of the model that lie on another rank cannot be called apart"
 )
+PARAMETERS = (
+    "the step uses the model's parameters outside of its forward (a penalty or a norm over self.parameters(), a tied weight in the loss): "
+    "the rank that computes the loss holds those of its pipeline stage only, so the number would be wrong. Use the optimizer's "
+    "weight_decay, put the term into the model's layers with add_auxiliary_loss, look at gradients in on_before_optimizer_step, or use "
+    "pipeline_parallel_size=1"
+)
 UNEQUAL_CALLS = (
     "the microbatches of one batch reach the model with different shapes ({first} and {other}): a pipeline's buffers have one shape for a "
     "whole batch. Pad the batch in the collate function, not in the step"

@@ -7,8 +7,10 @@ the model's output in place of the call, which gives the loss. Both runs draw th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +26,7 @@ from lightning_megascale.parallel.microbatches import split_rows
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
 from lightning_megascale.parallel.pipeline_boundaries import infer_boundaries
+from lightning_megascale.parallel.pipeline_functions import uses_parameters
 from lightning_megascale.parallel.pipeline_schedule import CallStage, build_schedule, reshard_stages, run_schedule
 from lightning_megascale.parallel.rng import kept_generators, seed_stage, seed_step
 from lightning_megascale.plan import ParallelPlan
@@ -127,7 +130,7 @@ class PipelineSteps:
         self._metrics = MetricStates(module)
         self._results = Results(self._group, pipeline.last_owner, device)
         self._told: set[str] = set()
-        self._looked = False
+        self._looked = self._loss_checked = False
         self._evaluated = 0  # batches so far, which their random numbers follow
 
     # ---- steps ---------------------------------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ class PipelineSteps:
         calls: list[Call] = []
         self._switch.mode = "capture"
         try:
-            with LogRecorder(self._module):
+            with LogRecorder(self._module), self._parameters_apart():
                 for number, part in enumerate(work.parts):
                     self._seed_part(work, number)
                     try:
@@ -215,6 +218,18 @@ class PipelineSteps:
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError(guards.UNEQUAL_CALLS.format(first=shapes[0], other=next(s for s in shapes if s != shapes[0])))
         return calls
+
+    @contextmanager
+    def _parameters_apart(self) -> Iterator[None]:
+        """A step that goes over all parameters (a penalty, a norm to log) would see this rank's only; the first tells device and dtype."""
+        owners = (self._module, self._model)
+        for owner in owners:
+            owner.__dict__["named_parameters"] = partial(_first_parameter, type(owner).named_parameters, owner)
+        try:
+            yield
+        finally:
+            for owner in owners:
+                owner.__dict__.pop("named_parameters", None)
 
     def _seed_part(self, work: _Work, number: int) -> None:
         """Both runs of a microbatch's step draw the same, on all ranks of the pipeline."""
@@ -308,7 +323,7 @@ class PipelineSteps:
         self._seed_part(work, index)
         self._switch.mode, self._switch.answer, self._switch.answered = "answer", output, 0
         try:
-            with LogRecorder(self._module) as logs:
+            with LogRecorder(self._module) as logs, self._parameters_apart():
                 result = work.step(part, *work.rest)
         finally:
             self._switch.mode, self._switch.answer = None, None
@@ -321,6 +336,10 @@ class PipelineSteps:
         result, loss, given = read_output(result)
         if loss is None or not loss.requires_grad:
             raise ValueError(guards.NO_LOSS)
+        if not self._loss_checked:
+            self._loss_checked = True
+            if uses_parameters(loss, tree_leaves(output)):
+                raise ValueError(guards.PARAMETERS)
         weights = given or self._weigh(part)
         if weights is None:
             raise ValueError(guards.NO_WEIGHT)
@@ -355,6 +374,15 @@ class PipelineSteps:
         for entry in logs:
             entry.log(self._module)
         return sums
+
+
+def _first_parameter(
+    named_parameters: Callable[..., Any], owner: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    for place, entry in enumerate(named_parameters(owner, *args, **kwargs)):
+        if place:
+            raise ValueError(guards.PARAMETERS)
+        yield entry
 
 
 class _NotCalled:
