@@ -167,7 +167,8 @@ class ThroughputMonitor(Callback):
         for owner in (module, getattr(module, "model", None)):
             if callable(own := getattr(owner, "flops_per_token", None)):
                 return float(own(batch["input_ids"].shape[1]))
-        whole = getattr(module.trainer.strategy, "num_parameters", None)  # a pipeline's rank holds a part of them
+        strategy = getattr(module._trainer, "strategy", None)
+        whole = getattr(strategy, "num_parameters", None)  # a pipeline's rank holds a part of them
         return 6.0 * (whole or sum(parameter.numel() for parameter in module.parameters()))
 
 
