@@ -64,13 +64,15 @@ def _like(mapping: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
     return made
 
 
-def merge_results(results: Sequence[Any], weights: Sequence[float]) -> Any:
+def merge_results(results: Sequence[Any], weights: Sequence[float], rows: int | None = None) -> Any:
     """What a step returned for each microbatch, as it would have been for the whole batch.
 
     Args:
-        results: alike in structure. 0-dim floating tensors become their weighted mean, other tensors are joined along dim 0, lists are
-            joined, mappings and tuples are merged entry by entry; anything else must be equal, or a list of all values is given.
+        results: alike in structure. 0-dim floating tensors become their weighted mean, other tensors are joined along dim 0, mappings and
+            tuples are merged entry by entry, and so are lists of tensors; other lists, with an entry for each row, are joined; anything
+            else must be equal, or a list of all values is given.
         weights: what each microbatch counts.
+        rows: of a microbatch: a number that is it becomes the sum.
     """
     first = results[0]
     if isinstance(first, Tensor):
@@ -78,16 +80,21 @@ def merge_results(results: Sequence[Any], weights: Sequence[float]) -> Any:
             return torch.cat(list(results))
         return weighted_mean(list(results), weights) if first.is_floating_point() else torch.stack(list(results)).sum()
     if isinstance(first, Mapping):
-        pairs = {key: merge_results([result[key] for result in results], weights) for key in first}
+        pairs = {key: merge_results([result[key] for result in results], weights, rows) for key in first}
         return _like(first, pairs)
     if is_dataclass(first) and not isinstance(first, type):
         names = [f.name for f in fields(first) if f.init]
-        return replace(first, **{name: merge_results([getattr(result, name) for result in results], weights) for name in names})
+        return replace(first, **{name: merge_results([getattr(result, name) for result in results], weights, rows) for name in names})
     if isinstance(first, tuple):
-        items = [merge_results(group, weights) for group in zip(*results)]
+        items = [merge_results(group, weights, rows) for group in zip(*results)]
         return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
     if isinstance(first, list):
+        whole = all(isinstance(item, Tensor) and (item.ndim == 0 or item.shape[0] == rows) for item in first)
+        if first and whole and (len(first) != rows or first[0].ndim) and all(len(result) == len(first) for result in results):
+            return [merge_results(group, weights, rows) for group in zip(*results)]
         return [item for result in results for item in result]
+    if rows is not None and isinstance(first, int) and not isinstance(first, bool) and all(result == rows for result in results):
+        return sum(results)
     return first if all(result == first for result in results) else list(results)
 
 

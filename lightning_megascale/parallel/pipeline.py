@@ -76,11 +76,20 @@ class PassThrough(nn.Module):
         relay: of the stage in whose copy it stands; None in the union, whose forward nobody may call.
         is_after: it comes after the stage's own modules.
         is_block: it stands for a repeated layer.
+        absent: name, shape, dtype and requires_grad of the parameters of the module that was here.
     """
 
-    def __init__(self, name: str, relay: Relay | None = None, is_after: bool = False, is_block: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        relay: Relay | None = None,
+        is_after: bool = False,
+        is_block: bool = False,
+        absent: Mapping[str, tuple[torch.Size, torch.dtype, bool]] | None = None,
+    ) -> None:
         super().__init__()
         self.name, self.relay, self.is_after, self.is_block = name, relay, is_after, is_block
+        self.absent = dict(absent or {})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.relay is None or not self.relay.running:
@@ -215,8 +224,8 @@ def split_into_stages(model: nn.Module, layout: ModelLayout, stages: Stages, ran
     chunks = [_chunk(model, modules, stages, stage, blocks) for stage in stages.of_rank(rank)]
     for name, module in modules.items():
         if stages.owners[stages.stage_of(name)] != rank:  # type: ignore[index]
-            _replace(model, name, PassThrough(name))
-            del module
+            absent = {key: (p.shape, p.dtype, p.requires_grad) for key, p in module.named_parameters()}
+            _replace(model, name, PassThrough(name, absent=absent))
     own = [name for name, _ in model.named_modules() if (stage := stages.stage_of(name)) is not None and stages.owners[stage] == rank]
     kept = ModelLayout(**{role: tuple(name for name in roles[role] if name in own) for role in ROLES})
     return Pipeline(stages, rank, chunks, kept, tied, trains)
@@ -281,18 +290,29 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @contextmanager
 def standing_in(model: nn.Module) -> Iterator[set[int]]:
-    """While an optimizer is made: modules of other stages have one parameter, so that a selection which finds nothing on this rank (of the
-    head only, of what learns) does not fail here and stop everybody.
+    """While an optimizer is made: modules of other stages have parameters of their names and shapes, so that a selection by name, shape or
+    module finds the same groups on every rank, and one that finds nothing on this rank (the head only, what learns) does not fail.
 
     Yields:
-        ids of these parameters, which do not stay.
+        ids of these parameters, which have no storage to speak of and do not stay.
     """
     places = [module for module in model.modules() if isinstance(module, PassThrough)]
     device = next((parameter.device for parameter in model.parameters()), None)
+    ids: set[int] = set()
     for place in places:
-        place.register_parameter("absent", nn.Parameter(torch.zeros((), device=device)))
+        for name, (shape, dtype, requires_grad) in place.absent.items():
+            parameter = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape), requires_grad)
+            *parents, key = name.split(".")
+            holder: nn.Module = place
+            for parent in parents:
+                if parent not in holder._modules:
+                    holder._modules[parent] = nn.Module()
+                holder = holder._modules[parent]  # type: ignore[assignment]
+            holder.register_parameter(key, parameter)
+            ids.add(id(parameter))
     try:
-        yield {id(place.absent) for place in places}
+        yield ids
     finally:
         for place in places:
-            del place.absent
+            place._modules.clear()
+            place._parameters.clear()

@@ -37,6 +37,20 @@ PARAMETERS = (
     "weight_decay, put the term into the model's layers with add_auxiliary_loss, look at gradients in on_before_optimizer_step, or use "
     "pipeline_parallel_size=1"
 )
+STATE = (
+    "the step changes {names} of the module on the last pipeline stage, and they cannot be sent to the other ranks ({error}): return what "
+    "is needed from the step, or log it"
+)
+NOT_A_MEAN = (
+    "training_step's loss cannot be cut into microbatches: two of them give {apart:.9g} apart and {together:.9g} together. It looks at the "
+    "whole batch (in-batch negatives, a statistic over rows), is a sum, or is a mean over something that the batch's labels or rows do not "
+    "count. Return {{'loss_sum': ..., 'num_tokens': ...}} with what it divides by, choose loss_weight or label_alignment, or use "
+    "pipeline_parallel_size=1"
+)
+LOGGED_INSIDE = (
+    "self.log({name!r}) was called inside of the model's forward, which runs on one pipeline stage only: log in training_step, or in "
+    "on_train_batch_end"
+)
 UNEQUAL_CALLS = (
     "the microbatches of one batch reach the model with different shapes ({first} and {other}): a pipeline's buffers have one shape for a "
     "whole batch. Pad the batch in the collate function, not in the step"

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_megascale.parallel.microbatches import merge_results, weighted_mean
 from lightning_megascale.strategies import pipeline_guards as guards
 
-_HEADER, _ROOM = 9, 55  # 5 sums, has sums, structure number, number of values, counts otherwise; then values
+_HEADER, _ROOM = 10, 54  # 5 sums, has sums, structure number, number of values, two marks; then values
 
 
 @dataclass
@@ -48,11 +48,14 @@ class LogRecorder:
         self.entries: list[Entry] = []
 
     def __enter__(self) -> LogRecorder:
+        self._outer = self._module.__dict__.get("log")
         self._module.__dict__["log"] = self._record
         return self
 
     def __exit__(self, *_: Any) -> None:
         del self._module.__dict__["log"]
+        if self._outer is not None:
+            self._module.__dict__["log"] = self._outer
 
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         positional = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
@@ -69,6 +72,13 @@ class LogRecorder:
         else:
             value = torch.tensor(value, dtype=torch.get_default_dtype())
         self.entries.append(Entry(name, value, options))
+
+
+class NoLog(LogRecorder):
+    """Refuses ``module.log`` while stages run: only the step itself logs for everybody."""
+
+    def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        raise ValueError(guards.LOGGED_INSIDE.format(name=name))
 
 
 def merge_logs(recorders: Sequence[LogRecorder], weights: Sequence[float]) -> list[Entry]:
@@ -122,9 +132,9 @@ class Results:
         recorders: Sequence[LogRecorder],
         weights: Sequence[Any],
         error: Exception | None,
-        counts_otherwise: bool = False,
-    ) -> tuple[Tensor | None, list[Entry], bool]:
-        """The sums, the merged log entries and a mark of the last stage, on every rank.
+        marks: tuple[bool, bool] = (False, False),
+    ) -> tuple[Tensor | None, list[Entry], tuple[bool, bool]]:
+        """The sums, the merged log entries and two marks of the last stage, on every rank.
 
         Raises:
             ValueError: with the last stage's error, on every other rank; the last stage raises the error itself.
@@ -136,7 +146,7 @@ class Results:
             except Exception as raised:  # noqa: BLE001 - told to all ranks, which would wait for ever
                 error = raised
         sent = self._pack(sums, entries, error)
-        sent[8] = float(counts_otherwise)
+        sent[8], sent[9] = map(float, marks)
         dist.broadcast(sent, group=self._group, group_src=self._owner)
         head = sent[:_HEADER].tolist()
         number, count = int(head[6]), int(head[7])
@@ -153,7 +163,7 @@ class Results:
         found = [
             Entry(name, next(numbers).to(kind) if isinstance(kind, torch.dtype) else kind, dict(o)) for name, kind, o in self._structure
         ]
-        return (sent[:5].clone() if head[5] else None), found, bool(head[8])
+        return (sent[:5].clone() if head[5] else None), found, (bool(head[8]), bool(head[9]))
 
     def _pack(self, sums: Tensor | None, entries: list[Entry], error: Exception | None) -> Tensor:
         sent = torch.zeros(_HEADER + _ROOM, dtype=torch.float64, device=self._device)
@@ -189,13 +199,13 @@ class Results:
                 raise error
             raise ValueError(f"the step failed on the last pipeline stage: {text}")
 
-    def share_output(self, results: Sequence[Any], weights: Sequence[Any]) -> Any:
+    def share_output(self, results: Sequence[Any], weights: Sequence[Any], rows: int) -> Any:
         """What an evaluation step returned for the whole batch, on every rank."""
         found: list[Any] = [None, None]
         error: Exception | None = None
         if self._is_owner and any(result is not None for result in results):
             try:
-                merged = merge_results(results, _numbers(weights))
+                merged = merge_results(results, _numbers(weights), rows)
                 found[0] = pickle.dumps(tree_map_only(Tensor, lambda tensor: tensor.cpu(), merged))
             except Exception as raised:  # noqa: BLE001 - told to all ranks, which would wait for ever
                 error = raised
@@ -236,6 +246,22 @@ class MetricStates:
         if lists:
             raise ValueError(guards.LIST_METRICS.format(names=", ".join(lists)))
         self._twins: dict[str, Any] = {}
+        self.is_muted = False
+
+    def snapshot(self) -> dict[str, Any]:
+        """States before a step that must leave none."""
+        kept = {}
+        for path, metric in self._metrics.items():
+            states = {key: getattr(metric, key).detach().clone() for key in metric._defaults}
+            kept[path] = (metric._update_count, states, metric._forward_cache)
+        return kept
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        for path, (count, states, cache) in kept.items():
+            metric: Any = self._metrics[path]
+            metric._update_count, metric._forward_cache, metric._computed = count, cache, None
+            for key, value in states.items():
+                setattr(metric, key, value)
 
     @contextmanager
     def over_batch(self) -> Iterator[None]:
@@ -252,6 +278,8 @@ class MetricStates:
         twins = self._twins
 
         def hook(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+            if self.is_muted:
+                return
             if path not in twins:
                 twins[path] = _twin(metric)
             twins[path].update(*args, **kwargs)

@@ -31,7 +31,9 @@ from lightning_megascale.parallel.pipeline_schedule import CallStage, build_sche
 from lightning_megascale.parallel.rng import kept_generators, seed_stage, seed_step
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import pipeline_guards as guards
-from lightning_megascale.strategies.pipeline_logs import LogRecorder, MetricStates, Results
+from lightning_megascale.strategies.pipeline_logs import LogRecorder, MetricStates, NoLog, Results
+from lightning_megascale.strategies.pipeline_proof import LossProof
+from lightning_megascale.strategies.pipeline_state import ModuleState
 from lightning_megascale.strategies.steps import read_output
 from lightning_megascale.support import ZERO_BUBBLE_SCHEDULES, schedule_name
 
@@ -89,6 +91,9 @@ class _Work:
     error: Exception | None = None
     auxiliary: list[MicrobatchWeight] = field(default_factory=list)
     counts_otherwise: bool = False
+    rows: int = 0
+    before: dict[str, Any] = field(default_factory=dict)
+    batch: Any = None
 
 
 class PipelineSteps:
@@ -128,6 +133,8 @@ class PipelineSteps:
         self._built: OrderedDict[Any, tuple[Any, list[CallStage]]] = OrderedDict()
         self._work: _Work | None = None
         self._metrics = MetricStates(module)
+        self._state = ModuleState(module, model)
+        self._proof = LossProof()
         self._results = Results(self._group, pipeline.last_owner, device)
         self._told: set[str] = set()
         self._looked = self._loss_checked = False
@@ -178,7 +185,7 @@ class PipelineSteps:
             self._run(work, calls)
         reshard_stages(self.pipeline)
         self._share(work)
-        return self._results.share_output(work.results, work.weights)
+        return self._results.share_output(work.results, work.weights, work.rows)
 
     # ---- capture -------------------------------------------------------------------------------------------------------
 
@@ -191,7 +198,8 @@ class PipelineSteps:
     def _try_capture(self, work: _Work, batch: Any, rows: int, count: int) -> list[Call] | _NotCalled | Exception:
         """Cuts the batch and captures its calls. An error may be this rank's alone, so it is not raised before all ranks know."""
         try:
-            work.parts = split_rows(batch, rows, count)
+            work.parts, work.batch, work.rows = split_rows(batch, rows, count), batch, rows // count
+            work.before = self._state.snapshot()
             calls = self._capture(work)
             if work.train:
                 work.auxiliary = [MicrobatchWeight(None if (w := self._weigh(part)) is None else w.used) for part in work.parts]
@@ -214,6 +222,7 @@ class PipelineSteps:
                         calls.append(captured.call)
         finally:
             self._switch.mode = None
+            self._state.restore(work.before)
         shapes = [_shapes(call) for call in calls]
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError(guards.UNEQUAL_CALLS.format(first=shapes[0], other=next(s for s in shapes if s != shapes[0])))
@@ -249,7 +258,7 @@ class PipelineSteps:
         schedule, stages = self._built[key]
         self._work = work
         try:
-            with self._metrics.over_batch():
+            with self._metrics.over_batch(), NoLog(self._module):
                 run_schedule(schedule, stages, calls, self.pipeline.has_last)
         finally:
             self._work = None
@@ -347,10 +356,32 @@ class PipelineSteps:
         expected = work.auxiliary[index].value
         work.counts_otherwise |= given is not None and (expected is None or float(expected) != float(weights.used))
         self._tell_extras(result)
+        self._proof.note(index, work.rows, output, loss.detach(), weights.used, partial(self._loss_of_two, work))
         row = weights.products(loss.detach())
         work.sums = row if work.sums is None else work.sums + row
         work.weights.append(weights.used)
         return weighted(loss, weights.used)
+
+    def _loss_of_two(self, work: _Work, output: Any) -> Tensor | None:
+        """The step's mean loss on microbatches 0 and 1 together; None when it draws random numbers, which would be others."""
+        part = split_rows(work.batch, work.rows * len(work.parts), len(work.parts) // 2)[0] if len(work.parts) % 2 == 0 else None
+        if part is None:
+            return None
+        kept, metrics = self._state.snapshot(), self._metrics.snapshot()
+        drawn = torch.get_rng_state()
+        self._metrics.is_muted = True
+        self._switch.mode, self._switch.answer, self._switch.answered = "answer", output, 0
+        try:
+            with LogRecorder(self._module), self._parameters_apart():
+                _, loss, _ = read_output(work.step(part, *work.rest))
+            draws = not torch.equal(drawn, torch.get_rng_state())
+        finally:
+            self._switch.mode, self._switch.answer = None, None
+            self._state.restore(kept)
+            self._metrics.restore(metrics)
+            self._metrics.is_muted = False
+            torch.set_rng_state(drawn)
+        return None if draws else loss
 
     def _weigh(self, part: Any) -> Weights | None:
         return weigh(part, self._plan.loss_weight, self._plan.label_alignment, self._device)
@@ -367,7 +398,10 @@ class PipelineSteps:
 
     def _share(self, work: _Work) -> Tensor | None:
         """Gives every rank of the pipeline the sums, the logged values and the metrics of the last stage; raises its error on all."""
-        sums, logs, counts_otherwise = self._results.share(work.sums, work.logs, work.weights, work.error, work.counts_otherwise)
+        changed = self._state.changes(work.before) if self.pipeline.has_last else {}
+        marks = (work.counts_otherwise, bool(changed))
+        sums, logs, (counts_otherwise, has_changes) = self._results.share(work.sums, work.logs, work.weights, work.error, marks)
+        self._state.share(changed, has_changes, self._group, self.pipeline.last_owner, self._device)
         if counts_otherwise and any(weight.is_used for weight in work.auxiliary):
             raise ValueError(guards.AUXILIARY_WEIGHT)
         self._metrics.share(self._group, self.pipeline.last_owner)

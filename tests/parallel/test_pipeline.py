@@ -20,6 +20,8 @@ from lightning_megascale.parallel.pipeline import Chunk, PassThrough, Pipeline, 
 from lightning_megascale.parallel.pipeline_split import Stages, cut_stages
 from tests.models.test_huggingface import GPT2, LLAMA, QWEN3, gpt2, llama_like
 
+torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+
 HF_LAYOUT = ModelLayout(blocks="model.layers.*", first="model.embed_tokens", last=["model.norm", "lm_head"])
 GPT2_LAYOUT = ModelLayout(
     blocks="transformer.h.*", first=["transformer.wte", "transformer.wpe", "transformer.drop"], last=["transformer.ln_f", "lm_head"]
