@@ -6,7 +6,7 @@ label tells would give another number under a pipeline without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_megascale.strategies import pipeline_guards as guards
 
 LARGEST_BYTES = 2**30  # of the joined outputs
+
+
+def is_opaque(leaves: Iterable[Any]) -> bool:
+    """Whether an output holds objects that may hide tensors."""
+    return any(not isinstance(leaf, (Tensor, bool, int, float, str, type(None))) for leaf in leaves)
 
 
 class LossProof:
@@ -42,7 +47,8 @@ class LossProof:
             return
         leaves, spec = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        cut = all(leaf.ndim > 0 and leaf.shape[0] == rows for leaf in tensors)
+        # with one row a tensor of one number may be anything
+        cut = bool(tensors) and not is_opaque(leaves) and all(leaf.ndim > (rows == 1) and leaf.shape[0] == rows for leaf in tensors)
         size = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
         if not cut or size > LARGEST_BYTES // 2 or not float(weight) > 0:
             self.is_done, self._first = not cut or size > LARGEST_BYTES // 2, None  # nothing to join, or too much; masked: next time

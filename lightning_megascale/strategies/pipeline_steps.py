@@ -32,7 +32,7 @@ from lightning_megascale.parallel.rng import kept_generators, seed_stage, seed_s
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import pipeline_guards as guards
 from lightning_megascale.strategies.pipeline_logs import LogRecorder, MetricStates, NoLog, Results
-from lightning_megascale.strategies.pipeline_proof import LossProof
+from lightning_megascale.strategies.pipeline_proof import LossProof, is_opaque
 from lightning_megascale.strategies.pipeline_state import ModuleState
 from lightning_megascale.strategies.steps import read_output
 from lightning_megascale.support import ZERO_BUBBLE_SCHEDULES, schedule_name
@@ -347,7 +347,8 @@ class PipelineSteps:
             raise ValueError(guards.NO_LOSS)
         if not self._loss_checked:
             self._loss_checked = True
-            if uses_parameters(loss, tree_leaves(output)):
+            leaves = tree_leaves(output)
+            if not is_opaque(leaves) and uses_parameters(loss, leaves):
                 raise ValueError(guards.PARAMETERS)
         weights = given or self._weigh(part)
         if weights is None:

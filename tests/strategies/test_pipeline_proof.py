@@ -1,0 +1,110 @@
+"""Once in a pipelined run a loss must prove that it may be cut into microbatches; and a step's traces on the module reach every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests import parity
+from tests.harness import run_ranks
+
+CASE = parity.default_case(axes="pp2", schedule="1F1B")
+
+
+def logits_of(module: parity.ParityModule, batch: dict[str, Tensor]) -> Tensor:
+    return module.model(batch["input_ids"])
+
+
+class Sum(parity.ParityModule):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return F.cross_entropy(logits_of(self, batch).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+class Contrastive(parity.ParityModule):
+    """Each row against the others of the batch."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        pooled = logits_of(self, batch).mean(1)
+        return F.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
+
+
+class ClassWeights(parity.ParityModule):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        weight = torch.linspace(0.1, 2, 32, dtype=torch.float64)
+        return F.cross_entropy(logits_of(self, batch).flatten(0, 1), batch["labels"].flatten(), weight=weight)
+
+
+class Noisy(parity.ParityModule):
+    """Draws random numbers after the model's call, so nothing can be compared; it is a mean all the same."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        logits = logits_of(self, batch)
+        return F.cross_entropy((logits + 0.1 * torch.randn_like(logits)).flatten(0, 1), batch["labels"].flatten())
+
+
+class Traces(parity.ParityModule):
+    """Keeps what it sees on itself, before and after the model's call."""
+
+    def __init__(self, case: parity.Case) -> None:
+        super().__init__(case)
+        self.first_tokens: list[int] = []
+        self.losses: list[Tensor] = []
+        self.by_name: dict[str, float] = {}
+        self.steps = 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.first_tokens.append(int(batch["input_ids"][0, 0]))
+        self.calls += 1
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        self.by_name[f"step {batch_idx}"] = float(loss.detach())
+        self.steps += 1
+        return loss
+
+
+def outcomes(kinds: list[type[parity.ParityModule]]) -> list[str]:
+    found = []
+    plain = parity.ParityModule
+    for kind in kinds:
+        parity.ParityModule = kind  # type: ignore[misc]
+        try:
+            parity.train_parallel({**CASE, "labels": "90% of one rank masked"}, {})
+            found.append("trained")
+        except ValueError as error:
+            found.append(str(error))
+        finally:
+            parity.ParityModule = plain  # type: ignore[misc]
+    return found
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_refused_on_every_rank() -> None:
+    for found in run_ranks(outcomes, 2, [Sum, Contrastive, ClassWeights, Noisy, parity.ParityModule]):
+        assert all("training_step's loss cannot be cut into microbatches: two of them give" in message for message in found[:3]), found
+        assert found[3:] == ["trained", "trained"]
+
+
+def traces() -> dict[str, Any]:
+    plain, made = parity.ParityModule, []
+    parity.ParityModule = lambda case: made.append(Traces(case)) or made[-1]  # type: ignore[assignment, misc, func-returns-value]
+    try:
+        parity.train_parallel(CASE, {})
+    finally:
+        parity.ParityModule = plain  # type: ignore[misc]
+    module = made[0]
+    names = ("first_tokens", "losses", "by_name", "steps")
+    return {name: getattr(module, name) for name in names} | {"calls": float(module.calls)}
+
+
+def test_what_a_step_leaves_on_the_module_is_on_every_rank_once() -> None:
+    """One entry for each microbatch: captured steps leave none, nor does the proof of the loss."""
+    one, other = run_ranks(traces, 2)
+    parts = parity.microbatches_of(CASE)
+    rows = [int(row[0]) for batch in parity.batches(CASE) for row in batch["input_ids"]]
+    for found in (one, other):
+        assert found["first_tokens"] == rows and found["steps"] == found["calls"] == parity.STEPS * parts
+        assert len(found["losses"]) == parity.STEPS * parts and len(found["by_name"]) == parity.STEPS
+    assert torch.equal(torch.stack(one["losses"]), torch.stack(other["losses"])) and one["by_name"] == other["by_name"]
