@@ -72,6 +72,16 @@ def infer_boundaries(pipeline: Pipeline, call: Call, device: torch.device, group
     Raises:
         ValueError: on all ranks of the axis, when the model is no chain over these stages.
     """
+    buffers = [(buffer, buffer.clone()) for chunk in pipeline.chunks for buffer in chunk.buffers() if not buffer.is_meta]
+    try:
+        return _infer(pipeline, call, device, group)
+    finally:
+        for buffer, kept in buffers:  # a counter in a layer counts steps, not these forwards
+            with torch.no_grad():
+                buffer.copy_(kept)
+
+
+def _infer(pipeline: Pipeline, call: Call, device: torch.device, group: dist.ProcessGroup) -> list[Boundary]:
     boundaries: list[Boundary] = []
     own = dict(zip(pipeline.own_stages, pipeline.chunks))
     for stage in range(len(pipeline.stages)):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_megascale.plan import ParallelPlan
 
@@ -50,6 +52,10 @@ NOT_A_MEAN = (
 LOGGED_INSIDE = (
     "self.log({name!r}) was called inside of the model's forward, which runs on one pipeline stage only: log in training_step, or in "
     "on_train_batch_end"
+)
+SCALED = (
+    "a hook scaled the gradients of pipeline stages by different factors: torch.nn.utils.clip_grad_norm_ in a hook sees the norm of this "
+    "rank's stage only. Use Trainer(gradient_clip_val=...), or self.clip_gradients(...) in configure_gradient_clipping"
 )
 UNEQUAL_CALLS = (
     "the microbatches of one batch reach the model with different shapes ({first} and {other}): a pipeline's buffers have one shape for a "
@@ -156,6 +162,42 @@ def check_tied_options(module: nn.Module, optimizers: Sequence[Any], tied: Seque
                 f"{' and '.join(group)} are one parameter on two pipeline stages, and configure_optimizers puts them into groups with "
                 "different options, so they would drift apart: give both the same group"
             )
+
+
+class GradientScaling:
+    """Sees when a hook scales a rank's gradients as a whole: by the norm of its pipeline stage, which is not the norm of the model.
+
+    Args:
+        axis: the pipeline axis.
+    """
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        self._axis = axis
+        self._before: list[tuple[Any, torch.Tensor]] = []
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The final gradients, before anybody's hook."""
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        self._before = list(zip(held, self._norms(held)))
+
+    def check(self) -> None:
+        """After all hooks and clipping. Collective over the pipeline axis; raises on all its ranks."""
+        held = [parameter for parameter, _ in self._before if parameter.grad is not None]
+        pairs = [(before, after) for (_, before), after in zip(self._before, self._norms(held)) if float(before) > 0]
+        ratios = torch.stack([after / before for before, after in pairs]).double() if pairs else torch.ones(1, dtype=torch.float64)
+        is_uniform = float(ratios.max() - ratios.min()) <= 1e-5 * float(ratios.max())
+        mine = torch.tensor([float(ratios.mean()), float(is_uniform)], dtype=torch.float64, device=ratios.device)
+        everyone = [torch.empty_like(mine) for _ in range(self._axis.size())]
+        dist.all_gather(everyone, mine, group=self._axis.get_group())
+        factors = [float(factor) for factor, uniform in everyone if uniform]
+        self._before = []
+        if factors and max(factors) - min(factors) > 1e-4 * max(factors):
+            raise ValueError(SCALED)
+
+    @staticmethod
+    def _norms(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+        return list(torch._foreach_norm(local)) if local else []
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_megascale.parallel.microbatches import merge_results, weighted_mean
 from lightning_megascale.strategies import pipeline_guards as guards
 
-_HEADER, _ROOM = 10, 54  # 5 sums, has sums, structure number, number of values, two marks; then values
+_HEADER, _ROOM = 11, 53  # 5 sums, has sums, structure number, number of values, three marks; then values
 
 
 @dataclass
@@ -132,9 +132,9 @@ class Results:
         recorders: Sequence[LogRecorder],
         weights: Sequence[Any],
         error: Exception | None,
-        marks: tuple[bool, bool] = (False, False),
-    ) -> tuple[Tensor | None, list[Entry], tuple[bool, bool]]:
-        """The sums, the merged log entries and two marks of the last stage, on every rank.
+        marks: tuple[bool, ...] = (False, False, False),
+    ) -> tuple[Tensor | None, list[Entry], tuple[bool, ...]]:
+        """The sums, the merged log entries and three marks of the last stage, on every rank.
 
         Raises:
             ValueError: with the last stage's error, on every other rank; the last stage raises the error itself.
@@ -146,7 +146,7 @@ class Results:
             except Exception as raised:  # noqa: BLE001 - told to all ranks, which would wait for ever
                 error = raised
         sent = self._pack(sums, entries, error)
-        sent[8], sent[9] = map(float, marks)
+        sent[8:11] = torch.tensor(marks, dtype=torch.float64)
         dist.broadcast(sent, group=self._group, group_src=self._owner)
         head = sent[:_HEADER].tolist()
         number, count = int(head[6]), int(head[7])
@@ -163,7 +163,7 @@ class Results:
         found = [
             Entry(name, next(numbers).to(kind) if isinstance(kind, torch.dtype) else kind, dict(o)) for name, kind, o in self._structure
         ]
-        return (sent[:5].clone() if head[5] else None), found, (bool(head[8]), bool(head[9]))
+        return (sent[:5].clone() if head[5] else None), found, tuple(map(bool, head[8:11]))
 
     def _pack(self, sums: Tensor | None, entries: list[Entry], error: Exception | None) -> Tensor:
         sent = torch.zeros(_HEADER + _ROOM, dtype=torch.float64, device=self._device)

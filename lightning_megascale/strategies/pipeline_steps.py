@@ -400,8 +400,12 @@ class PipelineSteps:
     def _share(self, work: _Work) -> Tensor | None:
         """Gives every rank of the pipeline the sums, the logged values and the metrics of the last stage; raises its error on all."""
         changed = self._state.changes(work.before) if self.pipeline.has_last else {}
-        marks = (work.counts_otherwise, bool(changed))
-        sums, logs, (counts_otherwise, has_changes) = self._results.share(work.sums, work.logs, work.weights, work.error, marks)
+        trainer = self._module.trainer
+        marks = (work.counts_otherwise, bool(changed), bool(trainer.should_stop))
+        sums, logs, (counts_otherwise, has_changes, should_stop) = self._results.share(
+            work.sums, work.logs, work.weights, work.error, marks
+        )
+        trainer.should_stop = trainer.should_stop or should_stop  # a step may have asked for it
         self._state.share(changed, has_changes, self._group, self.pipeline.last_owner, self._device)
         if counts_otherwise and any(weight.is_used for weight in work.auxiliary):
             raise ValueError(guards.AUXILIARY_WEIGHT)

@@ -90,6 +90,7 @@ class MegascaleStrategy(Saving):
         self._numbers: StepNumbers | None = None
         self._finishing: Optimizer | None = None
         self._pipeline: PipelineSteps | None = None
+        self._scaling: pipeline_guards.GradientScaling | None = None
         self._peers_checked: set[str] = set()
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping (0-dim, equal on all ranks), or None without clipping."""
@@ -212,6 +213,17 @@ class MegascaleStrategy(Saving):
             module, target, self._done.pipeline, self.plan, views, device, self._seed, output_dtype, self._largest_over_ranks
         )
         module.trainer.fit_loop.epoch_loop.automatic_optimization.__dict__["_make_zero_grad_fn"] = _zeroed_already
+        hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+        owners = (module, *module.trainer.callbacks)  # type: ignore[attr-defined]
+        if any(_is_overridden(owner, hook) for owner in owners for hook in hooks) and views.pipeline is not None:
+            self._scaling = pipeline_guards.GradientScaling(views.pipeline)
+            self.precision_plugin._after_closure = self._checked_after_closure  # type: ignore[method-assign]
+
+    def _checked_after_closure(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning's hooks and clipping between a backward and the optimizer's step; then what they did to the gradients."""
+        type(self.precision_plugin)._after_closure(self.precision_plugin, *args, **kwargs)
+        assert self._scaling is not None
+        self._scaling.check()
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
@@ -354,6 +366,8 @@ class MegascaleStrategy(Saving):
             sum_tied_gradients(target, self._done.pipeline, self.mesh_views.pipeline.get_group())
         if optimizer is not None:
             self.numbers.finish(self.lightning_module, optimizer, self._done.partial)
+            if self._scaling is not None:
+                self._scaling.note(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def on_train_start(self) -> None:
         self._set_metric_groups()
@@ -371,6 +385,12 @@ class MegascaleStrategy(Saving):
         assert self._done is not None
         with postponed_reduction(self._done.units, last_only=self.plan.reduce_gradients == "last"):
             yield
+
+
+def _is_overridden(owner: Any, hook: str) -> bool:
+    """Whether a module or callback has a hook of its own."""
+    base = pl.LightningModule if isinstance(owner, pl.LightningModule) else pl.Callback
+    return getattr(type(owner), hook, None) is not getattr(base, hook, None)
 
 
 def _zeroed_already(batch_idx: int, optimizer: Optimizer) -> None:

@@ -108,3 +108,30 @@ def test_what_a_step_leaves_on_the_module_is_on_every_rank_once() -> None:
         assert found["first_tokens"] == rows and found["steps"] == found["calls"] == parity.STEPS * parts
         assert len(found["losses"]) == parity.STEPS * parts and len(found["by_name"]) == parity.STEPS
     assert torch.equal(torch.stack(one["losses"]), torch.stack(other["losses"])) and one["by_name"] == other["by_name"]
+
+
+class ClipsInHook(parity.ParityModule):
+    """By the norm of what this rank holds."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class ClampsInHook(parity.ParityModule):
+    """Element by element, which needs no other stage."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.to_local().clamp_(-0.01, 0.01)
+
+
+class ClipsAsLightningSays(parity.ParityModule):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm="norm")
+
+
+def test_clipping_by_the_norm_of_a_stage_is_refused_on_every_rank() -> None:
+    for found in run_ranks(outcomes, 2, [ClipsInHook, ClampsInHook, ClipsAsLightningSays]):
+        assert "a hook scaled the gradients of pipeline stages by different factors" in found[0], found
+        assert found[1:] == ["trained", "trained"]
