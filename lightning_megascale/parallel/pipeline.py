@@ -40,7 +40,7 @@ class Relay:
 
     def __init__(self, is_first: bool) -> None:
         self.is_first = is_first
-        self.in_tuples = False
+        self.tuple_length = 0  # of what blocks return; 0: a tensor
         self.running = False
         self.second_embedding: Tensor | None = None
         """What stands for a second embedding in place of 0, to see where it goes."""
@@ -65,7 +65,7 @@ class Relay:
         else:  # a second embedding (positions, token types): it was added on the first stage
             assert self._received is not None
             answer = self._received.new_zeros(()) if self.second_embedding is None else self.second_embedding
-        return (answer,) if is_block and self.in_tuples else answer
+        return (answer, *[None] * (self.tuple_length - 1)) if is_block and self.tuple_length else answer
 
 
 class PassThrough(nn.Module):
@@ -76,7 +76,7 @@ class PassThrough(nn.Module):
         relay: of the stage in whose copy it stands; None in the union, whose forward nobody may call.
         is_after: it comes after the stage's own modules.
         is_block: it stands for a repeated layer.
-        absent: name, shape, dtype and requires_grad of the parameters of the module that was here.
+        absent: the module that was here, without the storage of its parameters.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class PassThrough(nn.Module):
         relay: Relay | None = None,
         is_after: bool = False,
         is_block: bool = False,
-        absent: Mapping[str, tuple[torch.Size, torch.dtype, bool]] | None = None,
+        absent: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.name, self.relay, self.is_after, self.is_block = name, relay, is_after, is_block
-        self.absent = dict(absent or {})
+        self.__dict__["absent"] = absent  # not a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.relay is None or not self.relay.running:
@@ -200,6 +200,13 @@ def unowned_parameters(model: nn.Module, stages: Stages) -> list[str]:
     lost = [name for name, _ in model.named_parameters(remove_duplicate=False) if stages.stage_of(name) is None]
     if not lost:
         return []
+    owners = {id(parameter): name for name, parameter in model.named_parameters()}
+    shared = {name: owners[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name in lost and owners[id(p)] != name}
+    if shared:
+        name, first = next(iter(shared.items()))
+        return [f"{name} is the parameter {first} at another depth: a module that is used twice cannot lie on two pipeline stages"]
+    if bare := [name for name in lost if "." not in name]:
+        return [f"{', '.join(bare)}: a parameter of the model itself lies on no pipeline stage: put it into a module named in layout.first"]
     message = (
         f"{', '.join(lost[:6])}{' and more' if len(lost) > 6 else ''}: no pipeline stage holds them: name their modules in the layout's "
         "first (called before the blocks) or last (called after them)"
@@ -224,8 +231,8 @@ def split_into_stages(model: nn.Module, layout: ModelLayout, stages: Stages, ran
     chunks = [_chunk(model, modules, stages, stage, blocks) for stage in stages.of_rank(rank)]
     for name, module in modules.items():
         if stages.owners[stages.stage_of(name)] != rank:  # type: ignore[index]
-            absent = {key: (p.shape, p.dtype, p.requires_grad) for key, p in module.named_parameters()}
-            _replace(model, name, PassThrough(name, absent=absent))
+            _replace(model, name, PassThrough(name, absent=module))
+    _drop_storage(model)
     own = [name for name, _ in model.named_modules() if (stage := stages.stage_of(name)) is not None and stages.owners[stage] == rank]
     kept = ModelLayout(**{role: tuple(name for name in roles[role] if name in own) for role in ROLES})
     return Pipeline(stages, rank, chunks, kept, tied, trains)
@@ -290,29 +297,44 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @contextmanager
 def standing_in(model: nn.Module) -> Iterator[set[int]]:
-    """While an optimizer is made: modules of other stages have parameters of their names and shapes, so that a selection by name, shape or
-    module finds the same groups on every rank, and one that finds nothing on this rank (the head only, what learns) does not fail.
+    """While an optimizer is made the modules of other stages stand in their places again, so that a selection by name, shape, module or
+    module class finds the same groups on every rank, and one that finds nothing on this rank (the head only, what learns) does not fail.
 
     Yields:
-        ids of these parameters, which have no storage to speak of and do not stay.
+        ids of their parameters, which have no storage to speak of and do not stay.
     """
-    places = [module for module in model.modules() if isinstance(module, PassThrough)]
-    device = next((parameter.device for parameter in model.parameters()), None)
-    ids: set[int] = set()
-    for place in places:
-        for name, (shape, dtype, requires_grad) in place.absent.items():
-            parameter = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape), requires_grad)
-            *parents, key = name.split(".")
-            holder: nn.Module = place
-            for parent in parents:
-                if parent not in holder._modules:
-                    holder._modules[parent] = nn.Module()
-                holder = holder._modules[parent]  # type: ignore[assignment]
-            holder.register_parameter(key, parameter)
-            ids.add(id(parameter))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    places = _places(model)
+    ids = {id(parameter) for place in places.values() for parameter in _hollow(place, device)}
+    for name, place in places.items():
+        _replace(model, name, place.absent)
     try:
         yield ids
     finally:
-        for place in places:
-            place._modules.clear()
-            place._parameters.clear()
+        for name, place in places.items():
+            _replace(model, name, place)
+
+
+def _places(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PassThrough) and module.absent is not None}
+
+
+def _drop_storage(model: nn.Module) -> None:
+    """Frees what absent modules hold, except where this rank's modules share it (a rotary embedding, say)."""
+    kept = {id(module) for module in model.modules()}
+    for place in _places(model).values():
+        place.__dict__["parts"] = [part for part in place.absent.modules() if id(part) not in kept]
+        _hollow(place, torch.device("meta"))
+        for part in place.parts:
+            part._buffers.update({key: buffer.to("meta") for key, buffer in part._buffers.items() if buffer is not None})
+
+
+def _hollow(place: Any, device: torch.device) -> list[nn.Parameter]:
+    """Gives an absent module parameters of the same shapes that hold one number each; shared ones stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for part in place.parts:
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                values = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                part._parameters[key] = made.setdefault(id(parameter), nn.Parameter(values, parameter.requires_grad))
+    return list(made.values())

@@ -90,20 +90,20 @@ def _infer(pipeline: Pipeline, call: Call, device: torch.device, group: dist.Pro
             received = boundaries[-1] if boundaries else None
             found = [_run_stage(pipeline, stage, own[stage], received, call, device)]
         dist.broadcast_object_list(found, group_src=pipeline.stages.owners[stage], group=group, device=device)
-        boundary, in_tuples, wrong = found[0]
+        boundary, tuple_length, wrong = found[0]
         if wrong:
             raise ValueError(wrong)
-        if in_tuples:
+        if tuple_length:
             for chunk in pipeline.chunks:
-                chunk.relay.in_tuples = True
+                chunk.relay.tuple_length = tuple_length
         boundaries.append(boundary)
     return boundaries[:-1]
 
 
 def _run_stage(
     pipeline: Pipeline, stage: int, chunk: Chunk, boundary: Boundary | None, call: Call, device: torch.device
-) -> tuple[Boundary | None, bool, str | None]:
-    """(what leaves the stage, whether blocks answer in tuples, what is wrong)."""
+) -> tuple[Boundary | None, int, str | None]:
+    """(what leaves the stage, the length of the tuples that blocks answer in, what is wrong)."""
     blocks = frozenset(pipeline.layout.blocks)
     runs: list[_Run] = []
     for attempt in range(1 if boundary is None else 3):
@@ -116,20 +116,20 @@ def _run_stage(
                 try:
                     output = chunk(*received, call=call)
                 except Exception as error:  # noqa: BLE001 - told to all ranks, which would wait for ever
-                    return None, False, f"pipeline stage {stage} cannot run: {type(error).__name__}: {error}"
+                    return None, 0, f"pipeline stage {stage} cannot run: {type(error).__name__}: {error}"
                 finally:
                     chunk.relay.second_embedding = None
         runs.append(_Run(probes, output))
         if received and attempt < 2 and (wrong := _changed_on_the_way_in(stage, probes, received[0])):
-            return None, False, wrong
+            return None, 0, wrong
     probes, output = runs[0].probes, runs[0].output
     last = next((probe for probe in reversed(probes) if probe.name in blocks and probe.calls), None)
-    in_tuples = last is not None and isinstance(last.output, (tuple, list))
+    tuple_length = len(last.output) if last is not None and isinstance(last.output, (tuple, list)) else 0
     wrong = _depends_on_hidden(stage, runs, blocks) or _passes_by(stage, runs)
     if stage == len(pipeline.stages) - 1:
-        return None, in_tuples, wrong
+        return None, tuple_length, wrong
     wrong = _called_otherwise(stage, probes) or _changed_on_the_way_out(stage, probes, output, last) or wrong
-    return None if wrong else Boundary(tuple(output.shape), output.dtype), in_tuples, wrong
+    return None if wrong else Boundary(tuple(output.shape), output.dtype), tuple_length, wrong
 
 
 @dataclass

@@ -36,8 +36,7 @@ FAILED_ELSEWHERE = (
 PARAMETERS = (
     "the step uses the model's parameters outside of its forward (a penalty or a norm over self.parameters(), a tied weight in the loss): "
     "the rank that computes the loss holds those of its pipeline stage only, so the number would be wrong. Use the optimizer's "
-    "weight_decay, put the term into the model's layers with add_auxiliary_loss, look at gradients in on_before_optimizer_step, or use "
-    "pipeline_parallel_size=1"
+    "weight_decay, put the term into the model's layers with add_auxiliary_loss, read strategy.grad_norm, or use pipeline_parallel_size=1"
 )
 STATE = (
     "the step changes {names} of the module on the last pipeline stage, and they cannot be sent to the other ranks ({error}): return what "

@@ -117,7 +117,7 @@ EXACT = [
 
 UNDER_A_PIPELINE = {  # what the others are told
     ForwardBeforeStep: "was called outside of a training, validation, test or predict step",
-    CalledTwice: "no pipeline stage holds them",  # a block used at two depths
+    CalledTwice: "a module that is used twice cannot lie on two pipeline stages",  # a block used at two depths
     ChangesWeightsAfterForward: "was called outside of a training, validation, test or predict step",
     GathersRows: "training_step's loss cannot be cut into microbatches",
 }

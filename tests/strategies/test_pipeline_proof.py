@@ -135,3 +135,35 @@ def test_clipping_by_the_norm_of_a_stage_is_refused_on_every_rank() -> None:
     for found in run_ranks(outcomes, 2, [ClipsInHook, ClampsInHook, ClipsAsLightningSays]):
         assert "a hook scaled the gradients of pipeline stages by different factors" in found[0], found
         assert found[1:] == ["trained", "trained"]
+
+
+class MinGPTGroups(parity.ParityModule):
+    """Groups by module class, by attribute and by rest, as many codes make them: all modules are there while an optimizer is made."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        names = {name for name, _ in self.named_parameters()}
+        linear = {
+            f"{n}.{k}" for n, m in self.named_modules() for k, _ in m.named_parameters(recurse=False) if isinstance(m, torch.nn.Linear)
+        }
+        groups = [
+            {"params": [p for n, p in self.named_parameters() if n in linear and "head" not in n], "weight_decay": 0.1},
+            {"params": [p for n, p in self.named_parameters() if n in names - linear], "weight_decay": 0.0},
+            {"params": [self.model.head.weight], "lr": 0.02},
+        ]
+        self.counts = [len(group["params"]) for group in groups]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def counted_groups() -> tuple[list[int], list[int]]:
+    plain, made = parity.ParityModule, []
+    parity.ParityModule = lambda case: made.append(MinGPTGroups(case)) or made[-1]  # type: ignore[assignment, misc, func-returns-value]
+    try:
+        parity.train_parallel(CASE, {})
+    finally:
+        parity.ParityModule = plain  # type: ignore[misc]
+    return made[0].counts, [len(group["params"]) for group in made[0].trainer.optimizers[0].param_groups]
+
+
+def test_an_optimizer_is_made_over_the_whole_model() -> None:
+    (whole, first), (same, second) = run_ranks(counted_groups, 2)
+    assert whole == same == [a + b for a, b in zip(first, second)] and min(whole) > 0
