@@ -28,6 +28,11 @@ def split_rows(batch: Any, rows: int, parts: int) -> list[Any]:
     return [_part(batch, rows, rows // parts, number, "batch") for number in range(parts)]
 
 
+def first_rows(batch: Any, rows: int, count: int) -> Any:
+    """The first ``count`` rows of a batch, cut as ``split_rows`` cuts."""
+    return _part(batch, rows, count, 0, "batch")
+
+
 def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
     begin = number * size
     if isinstance(value, (Tensor, np.ndarray)):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
 from lightning_megascale.parallel.loss_scale import Weights, rows_of, weigh, weighted
-from lightning_megascale.parallel.microbatches import split_rows
+from lightning_megascale.parallel.microbatches import first_rows, split_rows
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
 from lightning_megascale.parallel.pipeline_boundaries import infer_boundaries
@@ -365,9 +365,7 @@ class PipelineSteps:
 
     def _loss_of_two(self, work: _Work, output: Any) -> Tensor | None:
         """The step's mean loss on microbatches 0 and 1 together; None when it draws random numbers, which would be others."""
-        part = split_rows(work.batch, work.rows * len(work.parts), len(work.parts) // 2)[0] if len(work.parts) % 2 == 0 else None
-        if part is None:
-            return None
+        part = first_rows(work.batch, work.rows * len(work.parts), 2 * work.rows)
         kept, metrics = self._state.snapshot(), self._metrics.snapshot()
         drawn = torch.get_rng_state()
         self._metrics.is_muted = True
