@@ -72,16 +72,6 @@ def infer_boundaries(pipeline: Pipeline, call: Call, device: torch.device, group
     Raises:
         ValueError: on all ranks of the axis, when the model is no chain over these stages.
     """
-    buffers = [(buffer, buffer.clone()) for chunk in pipeline.chunks for buffer in chunk.buffers() if not buffer.is_meta]
-    try:
-        return _infer(pipeline, call, device, group)
-    finally:
-        for buffer, kept in buffers:  # a counter in a layer counts steps, not these forwards
-            with torch.no_grad():
-                buffer.copy_(kept)
-
-
-def _infer(pipeline: Pipeline, call: Call, device: torch.device, group: dist.ProcessGroup) -> list[Boundary]:
     boundaries: list[Boundary] = []
     own = dict(zip(pipeline.own_stages, pipeline.chunks))
     for stage in range(len(pipeline.stages)):
@@ -107,7 +97,7 @@ def _run_stage(
     blocks = frozenset(pipeline.layout.blocks)
     runs: list[_Run] = []
     for attempt in range(1 if boundary is None else 3):
-        with torch.no_grad(), fork_seeded(attempt, device):
+        with torch.no_grad(), fork_seeded(attempt, device), _kept_buffers(chunk):
             received: tuple[Tensor, ...] = () if boundary is None else (torch.randn(boundary.shape, device=device).to(boundary.dtype),)
             with _probes(chunk.model, pipeline.stages.units[stage]) as probes, fork_seeded(0, device):
                 if attempt == 2:
@@ -130,6 +120,17 @@ def _run_stage(
         return None, tuple_length, wrong
     wrong = _called_otherwise(stage, probes) or _changed_on_the_way_out(stage, probes, output, last) or wrong
     return None if wrong else Boundary(tuple(output.shape), output.dtype), tuple_length, wrong
+
+
+@contextmanager
+def _kept_buffers(chunk: Chunk) -> Iterator[None]:
+    """A counter or a running mean in a layer counts steps, not these forwards."""
+    kept = [(buffer, buffer.clone()) for buffer in chunk.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)
 
 
 @dataclass
