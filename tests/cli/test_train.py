@@ -456,6 +456,7 @@ def test_ctrl_c_on_a_terminal(tmp_path):
     assert left() == []
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_command_that_is_killed(tmp_path):
     """``kill -9`` of the command leaves nothing behind, and the ranks still write a checkpoint."""
     command = [sys.executable, "-m", "lightning_megascale.cli", "train", *TINY, "trainer.max_steps=5000"]
@@ -484,6 +485,7 @@ def test_ranks_end_with_a_command_that_is_killed(tmp_path):
     assert resume.last_checkpoint(tmp_path / "runs" / "quickstart") is not None
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path):
     command = [sys.executable, "-m", "lightning_megascale.cli", "train", *TINY, "trainer.max_steps=400"]
     train = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

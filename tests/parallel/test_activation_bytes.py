@@ -34,6 +34,7 @@ def test_bytes_equal_the_formulas_on_two_ranks(two_ranks: list[Measured]) -> Non
     _check(two_ranks, 2)
 
 
+@pytest.mark.slow
 def test_bytes_equal_the_formulas_on_four_ranks() -> None:
     _check(run_ranks(_everything, 4, timeout=250), 4)
 

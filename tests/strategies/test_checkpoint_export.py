@@ -134,6 +134,7 @@ print(high_water() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured through Linux's /proc")
 def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
     model = nn.ModuleDict({f"l{i}": nn.Linear(1768, 1768, bias=False) for i in range(16)})  # 16 x 12.5 MB

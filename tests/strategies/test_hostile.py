@@ -123,7 +123,7 @@ UNDER_A_PIPELINE = {  # what the others are told
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=pytest.mark.slow if plan == "dp2" else ()) for plan in PLANS])
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.__name__)
 def test_habit_equals_one_device(kind: type[L.LightningModule], plan: str) -> None:
     arguments = {**PLANS[plan], "label_alignment": "aligned", "loss_weight": "samples" if kind is GathersRows else "auto"}

@@ -50,6 +50,7 @@ def start(command: list[str], folder: Path, argument: str) -> subprocess.Complet
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [[sys.executable], TORCHRUN], ids=["Lightning's launcher", "torchrun"])
 def test_a_script_runs_under_either_launcher(command: list[str], tmp_path: Path) -> None:
     done = start(command, tmp_path, "name")

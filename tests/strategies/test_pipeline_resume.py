@@ -66,7 +66,10 @@ def saved(plans: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     return {name: resume.save_under(name, folder) for name in SAVED}
 
 
-@pytest.mark.parametrize("target", RESUMED)
+DEFAULT_TIER = ("one", "dp4", "pp4", "pp2 x tp")
+
+
+@pytest.mark.parametrize("target", [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in RESUMED])
 def test_resume_with_and_without_a_pipeline(target: str, saved: dict[str, str], reference: dict[str, Any]) -> None:
     sources = {name: saved[name] for name in RESUMED[target]}
     for result in run_ranks(resume.resume_all, resume.ranks_of(target), target, sources, timeout=120):

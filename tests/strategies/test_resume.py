@@ -95,7 +95,10 @@ def assert_continues(results: dict[str, dict[str, Any]], reference: dict[str, An
         assert result["lr"] == pytest.approx(reference["lr"], abs=1e-15) and result["step"] == reference["step"]
 
 
-@pytest.mark.parametrize("target", SMALL)
+DEFAULT_TIER = ("one", "hsdp", "tp+sp", "fsdp2 x tp")
+
+
+@pytest.mark.parametrize("target", [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in SMALL])
 def test_resume_under_another_plan(target: str, saved: dict[str, str], reference: dict[str, Any]) -> None:
     results = run_ranks(resume_all, ranks_of(target), target, saved, timeout=300)
     assert_continues(results[0], reference, target)
