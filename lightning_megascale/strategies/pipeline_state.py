@@ -31,13 +31,13 @@ class ModuleState:
         self._buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in inside}
 
     def snapshot(self) -> dict[str, Any]:
-        """Values before a step: a list by its length, a tensor by a copy."""
+        """Values before a step: lists and dicts by their entries, a tensor by a copy."""
         found: dict[str, Any] = {}
         for name, value in vars(self._module).items():
             if name.startswith("_") or name in ("training", "log"):
                 continue
             if isinstance(value, list):
-                found[name] = ("list", value, len(value))
+                found[name] = ("list", value, list(value))
             elif isinstance(value, dict):
                 found[name] = ("dict", value, dict(value))
             elif isinstance(value, _PLAIN):
@@ -54,7 +54,7 @@ class ModuleState:
             del self._module.__dict__[name]
         for name, (kind, value, kept) in before.items():
             if kind == "list":
-                del value[kept:]
+                value[:] = kept
             elif kind == "dict":
                 value.clear()
                 value.update(kept)
@@ -74,9 +74,9 @@ class ModuleState:
         for name in [name for name in vars(self._module) if self._is_ours(name)]:
             value = vars(self._module)[name]
             kind, old, kept = before.get(name, ("new", None, None))
-            if kind == "list" and value is old and len(value) >= kept:
-                if len(value) > kept:
-                    found[name] = ("grown", value[kept:])
+            if kind == "list" and value is old and len(value) >= len(kept) and all(a is b for a, b in zip(value, kept)):
+                if len(value) > len(kept):
+                    found[name] = ("grown", value[len(kept) :])
             elif kind == "dict" and value is old:
                 if value.keys() != kept.keys() or any(value[key] is not kept[key] for key in value):
                     found[name] = ("set", value)
