@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 ROLES = (
     "blocks",
+    "units",
     "first",
     "last",
     "attention",
     "mlp",
     "colwise",
     "rowwise",
+    "gathered",
     "norms",
     "replicated",
     "embedding",
@@ -43,42 +46,58 @@ class ModelLayout:
 
     Args:
         blocks: the repeated layers: units of FSDP2, recompute, compile and pipeline stages.
+        units: further repeated layers that are units of FSDP2, such as those of a vision tower before the blocks.
         first, last: modules of the first and of the last pipeline stage.
         attention, mlp: modules at whose input a sequence is gathered under ``sequence_parallel``, once.
         colwise: linears split by output features (Megatron-LM, Shoeybi et al. 2019, section 3).
         rowwise: linears split by input features; their output is summed over the tensor-parallel axis.
+        gathered: linears outside of attention and mlp that are split by output features and hand out all of them.
         norms: modules that run on the sequence shard under ``sequence_parallel``; their gradients are then summed over tp.
         replicated: whole on every tensor-parallel rank, fed with a part of the heads or features: gradients summed over tp
             (q/k norms).
         embedding: embeddings split by rows (vocabulary).
         head: the output projection, split by vocabulary.
-        experts, router: the mixture-of-experts roles.
+        experts: modules called as (hidden (T, D), indices (T, K), weights (T, K)) whose parameters have the experts as dim 0 and which
+            count them in ``num_experts``, an index of that number meaning no expert; dealt out whole over the tensor-parallel ranks.
+        router: the module that chooses experts.
+        packed: colwise linears that hold several projections side by side: pattern -> their number (equal ones) or their output features.
+            Each projection is split by itself. The parameter stays whole on every tensor-parallel rank (FSDP2 still shards it).
+        divided: ``module.attribute`` patterns: numbers that count heads or features, which a rank has 1/tp of.
+        first_inputs: names of arguments that only the first pipeline stage is given (the others get None): an encoder's inputs.
     """
 
     blocks: str | Sequence[str] = ()
+    units: str | Sequence[str] = ()
     first: str | Sequence[str] = ()
     last: str | Sequence[str] = ()
     attention: str | Sequence[str] = ()
     mlp: str | Sequence[str] = ()
     colwise: str | Sequence[str] = ()
     rowwise: str | Sequence[str] = ()
+    gathered: str | Sequence[str] = ()
     norms: str | Sequence[str] = ()
     replicated: str | Sequence[str] = ()
     embedding: str | Sequence[str] = ()
     head: str | Sequence[str] = ()
     experts: str | Sequence[str] = ()
     router: str | Sequence[str] = ()
+    packed: Mapping[str, int | Sequence[int]] | Sequence[tuple[str, int | tuple[int, ...]]] = ()
+    divided: str | Sequence[str] = ()
+    first_inputs: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for role in ROLES:
+        for role in (*ROLES, "divided", "first_inputs"):
             value = getattr(self, role)
             patterns = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(pattern, str) and pattern for pattern in patterns):
                 raise ValueError(f"layout.{role}={value!r}: each entry must be a module name or a pattern such as 'layers.*.attn'")
             object.__setattr__(self, role, patterns)
+        if wrong := [pattern for pattern in self.divided if "." not in pattern]:
+            raise ValueError(f"layout.divided={wrong[0]!r}: each entry must be module.attribute, such as 'layers.*.attn.num_heads'")
+        object.__setattr__(self, "packed", _packed(self.packed))
 
     @classmethod
-    def from_dict(cls, patterns: Mapping[str, str | Sequence[str]]) -> ModelLayout:
+    def from_dict(cls, patterns: Mapping[str, Any]) -> ModelLayout:
         """A layout from a dict of patterns.
 
         Raises:
@@ -111,27 +130,71 @@ class ModelLayout:
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """A message for every pattern that matches no module."""
         names = [name for name in names if name]
-        starred = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in names})
+        starred = sorted({starred_name(name) for name in names})
         wrong = []
-        for role in ROLES:
-            for pattern in getattr(self, role):
-                if not any(matches(name, pattern) for name in names):
-                    near = difflib.get_close_matches(pattern, starred + names, 1, cutoff=0.5)
-                    wrong.append(
-                        f"layout.{role}: pattern {pattern!r} matches no module" + (f"; the nearest name is {near[0]!r}" if near else "")
-                    )
+        for role, pattern in self._patterns():
+            if not any(matches(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, starred + names, 1, cutoff=0.5)
+                wrong.append(
+                    f"layout.{role}: pattern {pattern!r} matches no module" + (f"; the nearest name is {near[0]!r}" if near else "")
+                )
         return wrong
+
+    def _patterns(self) -> Iterator[tuple[str, str]]:
+        """(field, module pattern) of everything that names a module."""
+        yield from ((role, pattern) for role in ROLES for pattern in getattr(self, role))
+        yield from (("packed", pattern) for pattern, _ in self.packed)  # type: ignore[misc]
+        yield from (("divided", pattern.rpartition(".")[0]) for pattern in self.divided)
+
+    def only(self, names: Iterable[str]) -> ModelLayout:
+        """The layout of a part of the model: the modules in ``names``, by their plain names."""
+        names = list(names)
+        roles = {role: tuple(name for name in names if matches_any(name, getattr(self, role))) for role in ROLES}
+        packed = {name: parts for name in names if (parts := self.parts_of(name)) is not None}
+        divided = [f"{name}.{attribute}" for name in names for attribute in self.divided_of(name)]
+        return ModelLayout(**roles, packed=packed, divided=divided, first_inputs=self.first_inputs)
+
+    def parts_of(self, name: str) -> int | tuple[int, ...] | None:
+        """How many projections, or of which sizes, the packed linear ``name`` holds; None for one that is not packed."""
+        return next((parts for pattern, parts in self.packed if matches(name, pattern)), None)  # type: ignore[misc, return-value]
+
+    def divided_of(self, name: str) -> tuple[str, ...]:
+        """Attributes of the module ``name`` that are divided over the tensor-parallel ranks."""
+        split = [pattern.rpartition(".") for pattern in self.divided]
+        return tuple(attribute for pattern, _, attribute in split if matches(name, pattern))
 
     def paste(self) -> str:
         """The layout as Python source, ready to paste."""
         rows = []
-        for role in ROLES:
+        for role in (*ROLES, "divided", "first_inputs"):
             patterns = getattr(self, role)
             if patterns:
                 rows.append(
                     f"    {role}={patterns[0]!r}," if role == "blocks" and len(patterns) == 1 else f"    {role}={list(patterns)!r},"
                 )
+        if self.packed:
+            rows.append(f"    packed={dict(self.packed)!r},")
         return "ModelLayout(\n" + "\n".join(rows) + "\n)"
+
+
+def _packed(value: Any) -> tuple[tuple[str, int | tuple[int, ...]], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else [tuple(pair) for pair in value]
+    made = []
+    for pattern, parts in pairs:
+        sizes = (parts,) if isinstance(parts, int) else tuple(parts)
+        least = 2 if isinstance(parts, int) else 1
+        if not (isinstance(pattern, str) and pattern and sizes and all(isinstance(size, int) and size >= least for size in sizes)):
+            raise ValueError(
+                f"layout.packed={pattern!r}: {parts!r}: must be a pattern and the number of equal projections (2 or more), or the list of "
+                "their output features"
+            )
+        made.append((pattern, parts if isinstance(parts, int) else sizes))
+    return tuple(made)
+
+
+def starred_name(name: str) -> str:
+    """A module's name with ``*`` for its numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_megascale.layout import ModelLayout, guess_layout, matches, repeated_blocks
 from lightning_megascale.models.decoder import Decoder
 from lightning_megascale.models.presets import PRESETS
-from lightning_megascale.parallel.parallelize import describe
+from lightning_megascale.parallel.layouts import describe
 
 
 @pytest.mark.parametrize(

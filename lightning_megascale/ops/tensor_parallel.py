@@ -169,6 +169,11 @@ def column_linears(
     return _Columns.apply(x, axis, sequence, regather, len(weights), *weights, *biases)
 
 
+def copied_to_parts(x: Tensor, axis: TensorAxis) -> Tensor:
+    """``x``, the same on every rank, for a computation of which each rank does a part: its gradients are summed over the axis."""
+    return _Columns.apply(x, axis, False, False, 0)[0]
+
+
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The type autocast gives to matmuls of ``x``, or None where it leaves them alone. (Own functions must cast by themselves.)"""
     device = x.device.type

@@ -48,12 +48,19 @@ def apply_data_parallel(
     block_reshard: bool | int = not pipelined if reshard_after_forward == "auto" else reshard_after_forward  # type: ignore[assignment]
     root_reshard = reshard_after_forward is True
     for block in blocks:
+        policy["ignored_params"] = _without_dims(block)
         fully_shard(block, mesh=views.data, reshard_after_forward=block_reshard, mp_policy=block_policy, **policy)
     for root in roots:
         if not isinstance(root, FSDPModule):
+            policy["ignored_params"] = _without_dims(root)
             fully_shard(root, mesh=views.data, reshard_after_forward=root_reshard, mp_policy=root_policy, **policy)
             if not pipelined:
                 root.register_forward_hook(_drop_whole_copy)
+
+
+def _without_dims(module: nn.Module) -> set[nn.Parameter]:
+    """Single numbers (a temperature) have nothing to shard: they stay whole, and their gradients are summed once per step."""
+    return {parameter for parameter in module.parameters() if parameter.ndim == 0}
 
 
 def _drop_whole_copy(root: nn.Module, *_: Any) -> None:

@@ -5,7 +5,7 @@ One module at a time is whole in memory, so a model of any size can be built on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ def check_materializable(model: nn.Module) -> list[str]:
         f"module {name or 'the model itself'!r} ({type(module).__name__}) lies on the meta device and has no reset_parameters(): "
         "give it one, give the model an init_module(module, name), or build it on a real device"
         for name, module in model.named_modules()
-        if _own_meta(module) and not (hasattr(model, "init_module") or hasattr(module, "reset_parameters"))
+        if _own_meta(module)
+        and not (hasattr(model, "init_module") or hasattr(module, "reset_parameters") or _transformers_owner(model, name) is not None)
     ]
 
 
@@ -37,7 +38,8 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> nn.M
 
     Args:
         model: sharded or not; parameters may be DTensors of any placement. ``model.init_module(module, name)`` initializes
-            the parameters that ``module`` owns itself; without it each module's ``reset_parameters()`` does.
+            the parameters that ``module`` owns itself; without it what transformers' models have for that, else each module's
+            ``reset_parameters()``.
         device: where the values go.
         seed: the run's seed. Values depend on it and on module names, never on ranks or plan.
 
@@ -56,11 +58,24 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> nn.M
 
 
 def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Draws a module's own parameters: as the model says, else as the module itself does."""
+    """Draws a module's own parameters and buffers: as the model says, else as the transformers model around it, or the module itself, does."""
+    owner = _transformers_owner(model, name)
     if hasattr(model, "init_module"):
         cast(Any, model).init_module(module, name)
+    elif owner is not None:
+        owner._init_weights(module)
     else:
         cast(Any, module).reset_parameters()
+
+
+def _transformers_owner(model: nn.Module, name: str) -> Any:
+    """The innermost transformers model (one with a config and ``_init_weights``) that the module ``name`` is or lies in; None without one."""
+    parts = name.split(".") if name else []
+    for end in range(len(parts), -1, -1):
+        outer = model.get_submodule(".".join(parts[:end]))
+        if callable(getattr(outer, "_init_weights", None)) and hasattr(outer, "config"):
+            return outer
+    return None
 
 
 def _own_meta(module: nn.Module) -> bool:
@@ -98,10 +113,15 @@ def _materialize_module(
 
 def _fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
     """Puts this rank's part of ``whole`` in place of the parameter's meta storage; the Parameter object stays."""
-    data = whole.detach()
+    _replace(parameter, local_part(whole, parameter).clone() if isinstance(parameter, DTensor) else whole.detach())
+
+
+def _replace(parameter: nn.Parameter, local: torch.Tensor) -> None:
+    """Gives a parameter the storage of ``local``, this rank's part of it."""
+    data = local
     if isinstance(parameter, DTensor):
         data = DTensor.from_local(
-            local_part(whole, parameter).clone(),
+            local,
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
@@ -109,6 +129,46 @@ def _fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
             stride=parameter.stride(),
         )
     torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))
+
+
+def reserve(model: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Gives parameters and buffers on the meta device their storage, this rank's part each, and no value: the caller fills them.
+
+    Args:
+        tensors: those of the model's that will be filled; one that has storage already is left alone.
+        device: where the storage is.
+    """
+    wanted = {id(tensor) for tensor in tensors}
+    buffers: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_meta and id(parameter) in wanted:
+                _replace(parameter, _storage(parameter, device))
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and id(buffer) in wanted:
+                if id(buffer) not in buffers:
+                    buffers[id(buffer)] = _storage(buffer, device)
+                module._buffers[key] = buffers[id(buffer)]
+
+
+def _storage(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    local = like.to_local() if isinstance(like, DTensor) else like
+    return torch.empty(local.shape, dtype=local.dtype, device=device)
+
+
+def local_bounds(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """(start, stop) in each dim of this rank's part of a tensor, within the whole. No communication."""
+    if not isinstance(tensor, DTensor):
+        return tuple((0, length) for length in tensor.shape)
+    whole = torch.empty(tensor.shape, device="meta")
+    part = local_part(whole, tensor)
+    if part.numel() == 0:
+        return tuple((0, length) for length in part.shape)
+    offset, bounds = part.storage_offset(), []
+    for length, stride in zip(part.shape, whole.stride()):
+        start, offset = divmod(offset, stride)
+        bounds.append((start, start + length))
+    return tuple(bounds)
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

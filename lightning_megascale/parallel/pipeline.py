@@ -8,6 +8,7 @@ stages) under the original names, so optimizers and checkpoints see ordinary par
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_megascale.layout import ROLES, ModelLayout
+from lightning_megascale.layout import ModelLayout
 from lightning_megascale.parallel.pipeline_split import Stages
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -118,15 +119,16 @@ class Chunk(nn.Module):
         model: the structural copy.
         relay: of its pass-throughs.
         is_last: the model's own output leaves here.
+        first_inputs: names of arguments that only the first stage is given.
     """
 
-    def __init__(self, model: nn.Module, relay: Relay, is_last: bool) -> None:
+    def __init__(self, model: nn.Module, relay: Relay, is_last: bool, first_inputs: Sequence[str] = ()) -> None:
         super().__init__()
-        self.model, self.relay, self.is_last = model, relay, is_last
+        self.model, self.relay, self.is_last, self.first_inputs = model, relay, is_last, tuple(first_inputs)
         self.rebuild: Callable[[Any], Any] = lambda output: output
 
     def forward(self, *received: Tensor, call: Call) -> Any:
-        args, kwargs = call
+        args, kwargs = call if self.relay.is_first or not self.first_inputs else self._without_first_inputs(*call)
         with self.relay.run(received[0] if received else None):
             try:
                 output = self.model(*args, **kwargs)
@@ -140,6 +142,11 @@ class Chunk(nn.Module):
         leaves, spec = tree_flatten(output)
         self.rebuild = _rebuilder(leaves, spec)
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def _without_first_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        names = list(inspect.signature(self.model.forward).parameters)
+        args = tuple(None if name in self.first_inputs else value for name, value in zip(names, args)) + args[len(names) :]
+        return args, {name: None if name in self.first_inputs else value for name, value in kwargs.items()}
 
 
 def _sendable(hidden: Any) -> Any:
@@ -228,14 +235,13 @@ def split_into_stages(model: nn.Module, layout: ModelLayout, stages: Stages, ran
     tied = _untie(model, stages)
     modules = {name: model.get_submodule(name) for name in stages.order}
     blocks = frozenset(roles["blocks"])
-    chunks = [_chunk(model, modules, stages, stage, blocks) for stage in stages.of_rank(rank)]
+    chunks = [_chunk(model, modules, stages, stage, blocks, layout.first_inputs) for stage in stages.of_rank(rank)]
     for name, module in modules.items():
         if stages.owners[stages.stage_of(name)] != rank:  # type: ignore[index]
             _replace(model, name, PassThrough(name, absent=module))
     _drop_storage(model)
     own = [name for name, _ in model.named_modules() if (stage := stages.stage_of(name)) is not None and stages.owners[stage] == rank]
-    kept = ModelLayout(**{role: tuple(name for name in roles[role] if name in own) for role in ROLES})
-    return Pipeline(stages, rank, chunks, kept, tied, trains)
+    return Pipeline(stages, rank, chunks, layout.only(own), tied, trains)
 
 
 def _trains(model: nn.Module, stages: Stages) -> Iterable[bool]:
@@ -267,14 +273,21 @@ def _untie(model: nn.Module, stages: Stages) -> list[list[str]]:
     return groups
 
 
-def _chunk(model: nn.Module, modules: Mapping[str, nn.Module], stages: Stages, stage: int, blocks: frozenset[str]) -> Chunk:
+def _chunk(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    stages: Stages,
+    stage: int,
+    blocks: frozenset[str],
+    first_inputs: Sequence[str],
+) -> Chunk:
     relay = Relay(is_first=stage == 0)
     own = set(stages.units[stage])
     last = max(stages.order.index(name) for name in own)
     shared: dict[str, nn.Module] = {}
     for place, name in enumerate(stages.order):
         shared[name] = modules[name] if name in own else PassThrough(name, relay, is_after=place > last, is_block=name in blocks)
-    return Chunk(_structural_copy(model, shared), relay, is_last=stage == len(stages) - 1)
+    return Chunk(_structural_copy(model, shared), relay, stage == len(stages) - 1, first_inputs)
 
 
 def _structural_copy(model: nn.Module, parts: Mapping[str, nn.Module], prefix: str = "") -> nn.Module:

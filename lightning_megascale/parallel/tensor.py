@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.ops.tensor_parallel import TensorAxis, tensor_axis
 from lightning_megascale.parallel.mixin import become
-from lightning_megascale.parallel.tensor_check import Roles, check_tensor_parallel
+from lightning_megascale.parallel.tensor_check import Roles, check_tensor_parallel, split_dim
+from lightning_megascale.parallel.tensor_experts import DealtExperts, ExpertState
 from lightning_megascale.parallel.tensor_styles import (
     ColumnLinear,
     ColumnModule,
@@ -91,6 +92,7 @@ def split_modules(
     """``apply_tensor_parallel`` of a model whose rules were checked, or of a part of one."""
     axis = tensor_axis(mesh_tp.get_group())
     _split_parameters(model, mesh_tp, roles)
+    _divide_attributes(model, roles, axis.size)
     for owner, names in roles.columns_by_owner().items():
         _make_columns(model, owner, names, roles, axis, sequence_parallel, recompute, not compiled)
     for name in roles.rowwise:
@@ -99,6 +101,12 @@ def split_modules(
     for name in roles.embedding:
         module = become(model.get_submodule(name), VocabularyEmbedding)
         module.tp = EmbeddingState(axis, sequence_parallel, name)
+    for name in roles.experts:
+        module = become(model.get_submodule(name), DealtExperts)
+        module.tp = ExpertState(axis, name)
+    for name in roles.gathered:
+        module = become(model.get_submodule(name), Head)
+        module.tp = HeadState(axis, mesh_tp, sequence_parallel, whole_logits=True)
     for name in roles.head:
         module = model.get_submodule(name)
         takes_labels = "labels" in inspect.signature(module.forward).parameters
@@ -112,30 +120,44 @@ def split_modules(
 
 
 def _partial_names(model: nn.Module, roles: Roles, sequence_parallel: bool) -> list[str]:
-    """Norms and row biases see a part of the sequence under sequence parallelism, ``replicated`` modules a part of the heads always."""
-    names = []
+    """Norms and row biases see a part of the sequence under sequence parallelism, ``replicated`` modules a part of the heads always, and
+    of a packed linear a rank uses its own features."""
+    names, part_used = [], {*roles.replicated, *(name for name, _ in roles.packed)}
     for name, module in model.named_modules():
         for key, _ in module.named_parameters(recurse=False):
             shard_of_sequence = name in roles.norms or (name in roles.rowwise and key == "bias")
-            if name in roles.replicated or (sequence_parallel and shard_of_sequence):
+            if name in part_used or (sequence_parallel and shard_of_sequence):
                 names.append(f"{name}.{key}")
     return names
 
 
 def _split_parameters(model: nn.Module, mesh: DeviceMesh, roles: Roles) -> None:
     """Replaces parameters by DTensors; a parameter that several modules share stays one object."""
-    dims = dict.fromkeys((*roles.colwise, *roles.embedding, *roles.head), 0) | dict.fromkeys(roles.rowwise, 1)
+    packed = dict(roles.packed)
+    split = {name: role for name, role in roles.split().items() if name not in packed} | dict.fromkeys(roles.experts, "experts")
     made: dict[int, nn.Parameter] = {}
-    for name, dim in dims.items():
+    for name, role in split.items():
         module = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if dim == 1 and key == "bias":
+            if role == "rowwise" and key == "bias":
                 continue  # added once, after the sum
+            dim = split_dim(module, role) if key == "weight" else 0
             if id(parameter) not in made:
-                local = parameter.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
-                split = nn.Parameter(DTensor.from_local(local, mesh, [Shard(dim)], run_check=False), parameter.requires_grad)
-                made[id(parameter)] = split
+                local = parameter.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous().clone()
+                part = nn.Parameter(DTensor.from_local(local, mesh, [Shard(dim)], run_check=False), parameter.requires_grad)
+                made[id(parameter)] = part
             module.register_parameter(key, made[id(parameter)])
+    rank, tp = mesh.get_local_rank(), mesh.size()
+    for name in packed:
+        parts = roles.parts(name) or []
+        starts = [sum(parts[:place]) for place in range(len(parts))]
+        model.get_submodule(name).__dict__["tp_parts"] = [(at + rank * size // tp, size // tp) for at, size in zip(starts, parts)]
+
+
+def _divide_attributes(model: nn.Module, roles: Roles, tp: int) -> None:
+    for name, attribute in roles.divided:
+        module = model.get_submodule(name)
+        setattr(module, attribute, getattr(module, attribute) // tp)
 
 
 def _make_columns(

@@ -24,19 +24,25 @@ class Roles:
     mlp: tuple[str, ...]
     colwise: tuple[str, ...]
     rowwise: tuple[str, ...]
+    gathered: tuple[str, ...]
     norms: tuple[str, ...]
     replicated: tuple[str, ...]
     embedding: tuple[str, ...]
     head: tuple[str, ...]
     experts: tuple[str, ...]
     router: tuple[str, ...]
+    packed: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
+    divided: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, layout: ModelLayout) -> Roles:
         """The roles of ``model``; patterns that match nothing give nothing."""
         names = [name for name, _ in model.named_modules() if name]
-        found = {key: tuple(n for n in names if matches_any(n, getattr(layout, key))) for key in cls.__dataclass_fields__ if key != "model"}
-        return cls(model, **found)
+        plain = [key for key in cls.__dataclass_fields__ if key not in ("model", "packed", "divided")]
+        found = {key: tuple(n for n in names if matches_any(n, getattr(layout, key))) for key in plain}
+        packed = tuple((name, parts) for name in names if (parts := layout.parts_of(name)) is not None)
+        divided = tuple((name, attribute) for name in names for attribute in layout.divided_of(name))
+        return cls(model, **found, packed=packed, divided=divided)
 
     @property
     def parallel_modules(self) -> tuple[str, ...]:
@@ -65,7 +71,37 @@ class Roles:
 
     def split(self) -> dict[str, str]:
         """Name -> role of the modules whose parameters are split."""
-        return {name: role for role in ("colwise", "rowwise", "embedding", "head") for name in getattr(self, role)}
+        return {name: role for role in ("colwise", "rowwise", "gathered", "embedding", "head") for name in getattr(self, role)}
+
+    def parts(self, name: str) -> list[int] | None:
+        """Output features of each projection of a packed linear; None for one that is not packed."""
+        parts = dict(self.packed).get(name)
+        if isinstance(parts, int):
+            size, rest = divmod(features(self.model.get_submodule(name))[1], parts)
+            return [size] * parts if not rest else [size] * parts + [rest]
+        return None if parts is None else list(parts)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """A linear whose weight is (in_features, out_features): the ``Conv1D`` of transformers."""
+    weight = getattr(module, "weight", None)
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int) and getattr(weight, "ndim", 0) == 2
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear in either layout of its weight."""
+    if is_transposed(module):
+        return int(module.nx), int(module.nf)  # type: ignore[arg-type]
+    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def split_dim(module: nn.Module, role: str) -> int:
+    """The dim of the weight that a role splits."""
+    return int((role == "rowwise") != is_transposed(module))
 
 
 def check_tensor_parallel(model: nn.Module, layout: ModelLayout, tp: int, sequence_parallel: bool) -> list[str]:
@@ -82,7 +118,7 @@ def check_tensor_parallel(model: nn.Module, layout: ModelLayout, tp: int, sequen
     wrong.lines.extend(layout.unmatched(name for name, _ in model.named_modules()))
     for role in _missing(roles, sequence_parallel):
         wrong.lines.append(role)
-    for rule in (_types, _sizes, _heads, _partners, _dropouts, _places, _sharing):
+    for rule in (_types, _sizes, _packed, _divided, _heads, _partners, _experts, _dropouts, _places, _sharing):
         for name, text in rule(roles, tp):
             wrong.add(name, text)
     for name, text in _roleless(roles, sequence_parallel):
@@ -125,7 +161,7 @@ def _missing(roles: Roles, sequence_parallel: bool) -> list[str]:
     return [
         f"layout.{role} names no module, {feature[role not in ('colwise', 'rowwise')]} needs it: {why[role]}"
         for role in needed
-        if not getattr(roles, role)
+        if not getattr(roles, role) and not (role == "colwise" and roles.gathered)
     ]
 
 
@@ -142,16 +178,59 @@ def _types(roles: Roles, tp: int) -> Found:
             takes_labels = isinstance(module, nn.Linear) and "labels" in inspect.signature(module.forward).parameters
             if type(module) is not nn.Linear and not takes_labels:
                 yield name, f"is {kind}, a head must be a plain nn.Linear, or a subclass whose forward takes labels"
-        elif type(module) is not nn.Linear:
+        elif not is_linear(module):
             yield name, f"is {kind}, a {role} layer must be a plain nn.Linear; take it out of layout.{role}"
 
 
 def _sizes(roles: Roles, tp: int) -> Found:
-    what = {"colwise": "out_features", "rowwise": "in_features", "embedding": "num_embeddings", "head": "out_features"}
+    what = {"rowwise": "in_features", "embedding": "num_embeddings"}
     for name, role in roles.split().items():
-        size = getattr(roles.model.get_submodule(name), what[role], tp)
-        if size % tp:
-            yield name, f"{what[role]}={size} is not divisible by tensor_parallel_size={tp}; {_legal(size, tp)}"
+        module, label = roles.model.get_submodule(name), what.get(role, "out_features")
+        if role == "embedding":
+            size = getattr(module, label, tp)
+        elif is_linear(module):
+            size = features(module)[role != "rowwise"]
+        else:
+            size = getattr(module, label, tp)
+        if size % tp and roles.parts(name) is None:
+            yield name, f"{label}={size} is not divisible by tensor_parallel_size={tp}; {_legal(size, tp)}"
+
+
+def _packed(roles: Roles, tp: int) -> Found:
+    for name, _ in roles.packed:
+        module, parts = roles.model.get_submodule(name), roles.parts(name) if is_linear(roles.model.get_submodule(name)) else None
+        if parts is None or name not in roles.colwise:
+            yield name, "is in layout.packed, which holds linears of layout.colwise; list it there too, or take it out"
+        elif sum(parts) != features(module)[1] or len(set(parts)) > 1 and isinstance(dict(roles.packed)[name], int):
+            yield name, f"layout.packed says {dict(roles.packed)[name]}, which does not add up to out_features={features(module)[1]}"
+        else:
+            for size in dict.fromkeys(parts):
+                if size % tp:
+                    yield name, f"a projection of {size} features is not divisible by tensor_parallel_size={tp}; {_legal(size, tp)}"
+
+
+def _divided(roles: Roles, tp: int) -> Found:
+    for name, attribute in roles.divided:
+        value = getattr(roles.model.get_submodule(name), attribute, None)
+        if not isinstance(value, int) or isinstance(value, bool):
+            yield name, f"layout.divided names its attribute {attribute!r}, which is {value!r} and no whole number; take it out"
+        elif value % tp:
+            yield name, f"{attribute}={value} is not divisible by tensor_parallel_size={tp}; {_legal(value, tp)}"
+
+
+def _experts(roles: Roles, tp: int) -> Found:
+    for name in roles.experts:
+        module = roles.model.get_submodule(name)
+        count = getattr(module, "num_experts", None)
+        parameters = dict(module.named_parameters())
+        if not isinstance(count, int) or not parameters or any("." in key or p.shape[:1] != (count,) for key, p in parameters.items()):
+            yield name, f"is {type(module).__name__}: layout.experts are modules with num_experts whose own parameters have it as dim 0"
+        elif count % tp:
+            yield name, f"num_experts={count} is not divisible by tensor_parallel_size={tp}; {_legal(count, tp)}"
+        elif len(inspect.signature(module.forward).parameters) < 3:
+            yield name, "layout.experts are called as (hidden (T, D), indices (T, K), weights (T, K))"
+        if roles.owner(name) is not None:
+            yield name, f"lies in {roles.owner(name)}, which layout.attention or mlp names; experts complete their own sums: leave it out"
 
 
 def _legal(size: int, tp: int) -> str:
@@ -179,9 +258,10 @@ def _heads(roles: Roles, tp: int) -> Found:
         if not isinstance(head_dim, int) or head_dim < 1:
             continue
         for name in columns.get(owner, []):
-            features = getattr(roles.model.get_submodule(name), "out_features", 0)
-            heads, rest = divmod(features, head_dim)
-            if heads and not rest and heads % tp and not features % tp:
+            linear = roles.model.get_submodule(name)
+            size = features(linear)[1] if is_linear(linear) and roles.parts(name) is None else 0
+            heads, rest = divmod(size, head_dim)
+            if heads and not rest and heads % tp and not size % tp:
                 yield name, f"{heads} heads of head_dim={head_dim} are not divisible by tensor_parallel_size={tp}; {_legal(heads, tp)}"
 
 
@@ -194,7 +274,7 @@ def _partners(roles: Roles, tp: int) -> Found:
             partners = columns.get(owner, [])
         else:
             scope = next((block for block in roles.blocks if _within(name, block)), name.rpartition(".")[0])
-            partners = [column for column in roles.colwise if _within(column, scope)]
+            partners = [column for column in (*roles.colwise, *roles.gathered) if _within(column, scope)]
         if not partners:
             where = "attention or mlp module" if owner else "block"
             yield name, f"is row-parallel, but no column-parallel linear is in the same {where}; its input would not be split"
@@ -205,10 +285,10 @@ def _partners(roles: Roles, tp: int) -> Found:
         if len(names) != 1 or not rows[owner]:
             continue
         column, row = roles.model.get_submodule(names[0]), roles.model.get_submodule(rows[owner][0])
-        if isinstance(column, nn.Linear) and isinstance(row, nn.Linear) and column.out_features > row.in_features:
+        if roles.parts(names[0]) is None and is_linear(column) and is_linear(row) and features(column)[1] > features(row)[0]:
             text = (
-                f"out_features={column.out_features} are more than the in_features={row.in_features} of its row-parallel partner: a fused "
-                "projection, whose rows would be dealt out wrongly; split it into one linear per projection"
+                f"out_features={features(column)[1]} are more than the in_features={features(row)[0]} of its row-parallel partner: a fused "
+                "projection, whose rows would be dealt out wrongly; name it in layout.packed, or split it into one linear per projection"
             )
             yield names[0], text
 
@@ -236,11 +316,14 @@ def _places(roles: Roles, tp: int) -> Found:
     for name in roles.replicated:
         if roles.owner(name) is None:
             yield name, "is in layout.replicated but outside of attention and mlp, where its gradient is whole: list it in layout.norms"
+    for name in roles.gathered:
+        if roles.owner(name) is not None:
+            yield name, "is in layout.gathered but inside attention or mlp, where gradients are partial: list it in layout.colwise"
     for name in roles.parallel_modules:
         if "forward" in vars(roles.model.get_submodule(name)):
             yield name, "its forward was replaced on the instance; tensor parallelism must be applied first"
     listed: dict[str, list[str]] = {}
-    for role in ("colwise", "rowwise", "embedding", "head", "norms", "replicated"):
+    for role in ("colwise", "rowwise", "gathered", "embedding", "head", "norms", "replicated"):
         for name in getattr(roles, role):
             listed.setdefault(name, []).append(f"layout.{role}")
     for name, places in listed.items():
@@ -250,12 +333,11 @@ def _places(roles: Roles, tp: int) -> Found:
 
 def _sharing(roles: Roles, tp: int) -> Found:
     """Parameters shared by several modules must be split in one way everywhere."""
-    dims = {"colwise": 0, "embedding": 0, "head": 0, "rowwise": 1}
     split = roles.split()
     users: dict[int, list[tuple[str, object]]] = {}
     for name, module in roles.model.named_modules():
         for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), []).append((name, dims.get(split.get(name, ""))))
+            users.setdefault(id(parameter), []).append((name, split_dim(module, split[name]) if name in split else None))
     for places in users.values():
         if len({dim for _, dim in places}) > 1:
             first, *others = (name for name, _ in places)

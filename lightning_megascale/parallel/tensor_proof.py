@@ -52,7 +52,7 @@ def prepare_proof(model: nn.Module, layout: ModelLayout, mesh_tp: DeviceMesh, *,
 def proved_modules(model: nn.Module, roles: Roles, sequence_parallel: bool) -> list[str]:
     """Names of the modules that are run twice: the blocks that hold split linears (under ``sequence_parallel`` all blocks), and for the
     linears outside of them the smallest module that holds a column- and a row-parallel one; never a part of attention or MLP."""
-    split = (*roles.colwise, *roles.rowwise)
+    split = (*roles.colwise, *roles.rowwise, *roles.gathered, *roles.experts)
     found = [name for name in roles.blocks if sequence_parallel or any(_within(linear, name) for linear in split)]
     outside = [name for name in split if not any(_within(name, block) for block in roles.blocks)]
     columns, rows = [[n for n in outside if n in group] for group in (roles.colwise, roles.rowwise)]
@@ -70,9 +70,15 @@ def _within(name: str, owner: str) -> bool:
     return owner in ("", name) or name.startswith(owner + ".")
 
 
-def _inside(names: tuple[str, ...], block: str) -> tuple[str, ...]:
-    """The names at or below ``block``, as they are in the copy's holder."""
-    return tuple(f"{COPY}.{name.removeprefix(block).lstrip('.')}".rstrip(".") for name in names if _within(name, block))
+def _inside(entries: tuple[Any, ...], block: str) -> tuple[Any, ...]:
+    """The names at or below ``block``, as they are in the copy's holder; of pairs the first is the name."""
+    found = []
+    for entry in entries:
+        name, *rest = (entry,) if isinstance(entry, str) else entry
+        if _within(name, block):
+            moved = f"{COPY}.{name.removeprefix(block).lstrip('.')}".rstrip(".")
+            found.append((moved, *rest) if rest else moved)
+    return tuple(found)
 
 
 def _fingerprint(block: nn.Module, part: Roles) -> Any:

@@ -15,25 +15,39 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_megascale.ops.cross_entropy import linear_cross_entropy
 from lightning_megascale.ops.tensor_parallel import (
     TensorAxis,
     column_linears,
+    copied_to_parts,
     gather_vocabulary,
     row_linear,
     sequence_dropout,
     vocabulary_embedding,
 )
+from lightning_megascale.parallel.tensor_check import features, is_transposed
 from lightning_megascale.parallel.tensor_guard import AttentionGuard, check_no_bypass
 
 
 def _weight(module: Any) -> Tensor:
-    """This rank's part of a split weight. (Under FSDP2 the unsharded parameter is a DTensor on the tensor-parallel mesh again.)"""
-    return module.weight.to_local()
+    """(out, in) this rank's part of a split weight.
+
+    (Under FSDP2 the unsharded parameter is a DTensor on the tensor-parallel mesh again.)
+    """
+    transposed = is_transposed(module)
+    if parts := module.__dict__.get("tp_parts"):
+        weight = torch.cat([module.weight.narrow(int(transposed), start, size) for start, size in parts], int(transposed))
+    else:
+        weight = module.weight.to_local()
+    return weight.t() if transposed else weight
 
 
 def _bias(module: Any) -> Tensor | None:
+    """This rank's part of the bias of a column-parallel linear."""
+    if (parts := module.__dict__.get("tp_parts")) and module.bias is not None:
+        return torch.cat([module.bias.narrow(0, start, size) for start, size in parts])
     return module.bias.to_local() if isinstance(module.bias, DTensor) else None
 
 
@@ -60,12 +74,18 @@ class ColumnState:
 
     def enter(self, x: Tensor) -> Tensor:
         """Computes the linears that fit ``x`` and returns the gathered input."""
-        fit = {key: linear for key, linear in self.linears.items() if linear.in_features == x.shape[-1]}
+        fit = {key: linear for key, linear in self.linears.items() if features(linear)[0] == x.shape[-1]}
         weights = [_weight(linear) for linear in fit.values()]
         biases = [_bias(linear) for linear in fit.values()]
         self.whole, *outputs = column_linears(x, weights, biases, self.axis, sequence=self.sequence, regather=self.regather)
         self.results = dict(zip(fit, outputs))
         return self.whole
+
+    def others(self, arguments: Any) -> Any:
+        """Further arguments that learn (the states a cross-attention looks at): inside, their gradients are partial too."""
+        if self.sequence or not torch.is_grad_enabled():
+            return arguments
+        return tree_map_only(Tensor, lambda x: copied_to_parts(x, self.axis) if x.requires_grad else x, arguments)
 
     def leave(self) -> None:
         self.whole, self.results = None, {}
@@ -101,9 +121,10 @@ class ColumnModule:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self.tp
         if args:
-            args = (state.enter(args[0]), *args[1:])
+            args, kwargs = (state.enter(args[0]), *state.others(args[1:])), state.others(kwargs)
         elif state.input_name in kwargs:
-            kwargs[state.input_name] = state.enter(kwargs[state.input_name])
+            hidden = kwargs.pop(state.input_name)
+            kwargs = {state.input_name: state.enter(hidden), **state.others(kwargs)}
         else:
             raise ValueError(f"{state.name}: called without {state.input_name!r}, the hidden state: pass it first or by that name")
         try:
@@ -143,6 +164,9 @@ class RowLinear:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         state = self.tp
+        if x.shape[-1] == features(self)[0]:  # whole features, from a linear that gathers: this rank takes its own
+            size = x.shape[-1] // state.axis.size
+            x = copied_to_parts(x, state.axis).narrow(-1, state.axis.rank * size, size)
         y = row_linear(x, _weight(self), state.axis, sequence=state.sequence, fused=state.fused)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

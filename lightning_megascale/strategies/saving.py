@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_megascale.parallel.parallelize import Parallelized, target_of
+from lightning_megascale.parallel.layouts import target_of
+from lightning_megascale.parallel.parallelize import Parallelized
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import checkpoint as checkpoints
 from lightning_megascale.strategies import guards
+from lightning_megascale.strategies.checkpoint.huggingface import tokenizers_of
+from lightning_megascale.strategies.checkpoint.pretrained import InitFrom, Pretrained, open_pretrained
 from lightning_megascale.strategies.ranks import Ranks
 
 
@@ -22,6 +28,31 @@ class Saving(Ranks):
     plan: ParallelPlan
     _done: Parallelized | None = None
     _module_name: str
+    _init_from: InitFrom | None = None
+
+    def open_pretrained(self) -> Pretrained | None:
+        """The weights of ``init_from``, matched with the module while it is whole; None without, and on a resume, which brings its own."""
+        assert self.lightning_module is not None
+        if self._init_from is None or _resumes():
+            return None
+        name, _ = target_of(self.lightning_module, self._module_name)
+        return open_pretrained(
+            self._init_from,
+            self.lightning_module,
+            name,
+            strict=self.lightning_module.strict_loading,
+            first_of_node=self.local_rank == 0,
+            node=self.node_rank,
+            group=self._control_group(),
+            timeout=self._timeout,
+        )
+
+    def fill_from(self, pretrained: Pretrained) -> None:
+        """Reads this rank's part of each tensor into the parallelized module."""
+        assert self.lightning_module is not None
+        shapes = None if self._done is None or self._done.pipeline is None else self._done.shapes
+        size = pretrained.fill(self.lightning_module, shapes)
+        rank_zero_info(f"init_from: weights of {self._init_from}" + (f", {size / 2**20:,.0f} MiB of them on rank 0" if size else ""))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -43,7 +74,14 @@ class Saving(Ranks):
         peers = self.plan.model_parallel_size
         first = peers == 1 or self._is_first_of_data_rank()
         self._drop_whole_copies()
-        checkpoints.save(path, *arguments, data_parallel_rank=self.data_parallel_rank, is_first_of_data_rank=first, tied=self._tied_names())
+        checkpoints.save(
+            path,
+            *arguments,
+            data_parallel_rank=self.data_parallel_rank,
+            is_first_of_data_rank=first,
+            tied=self._tied_names(),
+            tokenizers=tokenizers_of(self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)),
+        )
 
     def _tied_names(self) -> list[list[str]]:
         """Groups of names below the LightningModule that are one parameter, of which pipeline stages hold copies."""
@@ -85,3 +123,11 @@ class Saving(Ranks):
         assert self._done is not None
         for unit in self._done.units:
             unit.reshard()
+
+
+def _resumes() -> bool:
+    """Whether the Trainer is going to load a checkpoint. It has the path in hand while it calls ``setup``, and says so only afterwards."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not Trainer._run.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and bool(frame.f_locals.get("ckpt_path"))

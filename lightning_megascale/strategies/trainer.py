@@ -23,20 +23,16 @@ from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import build_mesh, compatible_mesh
 from lightning_megascale.parallel.data import postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
-from lightning_megascale.parallel.parallelize import (
-    Parallelized,
-    check_model,
-    find_layout,
-    is_parallel,
-    parallelize,
-    record_units,
-    target_of,
-)
+from lightning_megascale.parallel.layouts import find_layout, target_of
+from lightning_megascale.parallel.model_check import check_model
+from lightning_megascale.parallel.parallelize import Parallelized, is_parallel, parallelize, record_units
 from lightning_megascale.parallel.pipeline import standing_in
 from lightning_megascale.parallel.rng import seed_microbatch
 from lightning_megascale.parallel.tied import broadcast_tied, sum_tied_gradients
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
 from lightning_megascale.strategies import guards, pipeline_guards
+from lightning_megascale.strategies.checkpoint.pretrained import InitFrom, Pretrained
+from lightning_megascale.strategies.arguments import plan_from, shows_fields_of_a_plan
 from lightning_megascale.strategies.pipeline_steps import PipelineSteps
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
 from lightning_megascale.strategies.saving import Saving
@@ -53,8 +49,10 @@ class MegascaleStrategy(Saving):
         module: which child of the LightningModule is parallelized; "auto": the one with parameters, else the module itself.
         layout: a ``ModelLayout``, a dict of patterns, or "auto": the model's ``megascale_layout``. FSDP2 alone needs none.
         placement: which global rank stands at each place of the mesh, a permutation of all ranks; None: rank i at place i.
+        init_from: first weights, when no checkpoint is resumed: a Hugging Face folder or hub name, an export, a checkpoint (its weights
+            only); or a dict of module name -> one of these. Each rank reads its own part.
         save_distributed_checkpoint, process_group_backend, timeout: as in Lightning's ``ModelParallelStrategy``.
-        **sizes: the fields of ``ParallelPlan``, such as ``tensor_parallel_size=8``.
+        **sizes: the fields of ``ParallelPlan``, such as ``tensor_parallel_size=8``, which the signature shows one by one.
 
     Raises:
         ValueError: before anything is started, naming every argument that is wrong with its value, rule and remedy.
@@ -62,6 +60,7 @@ class MegascaleStrategy(Saving):
 
     accepts_loss_sum = True
 
+    @shows_fields_of_a_plan
     def __init__(
         self,
         *,
@@ -69,23 +68,23 @@ class MegascaleStrategy(Saving):
         module: str = "auto",
         layout: ModelLayout | Mapping[str, Any] | str = "auto",
         placement: Sequence[int] | Tensor | None = None,
+        init_from: InitFrom | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         **sizes: Any,
     ) -> None:
-        if plan is not None and sizes:
-            raise ValueError(f"give the plan or its fields, not both: plan=... and {', '.join(sizes)}")
         if isinstance(layout, Mapping):
             layout = ModelLayout.from_dict(layout)
         elif not isinstance(layout, ModelLayout) and layout != "auto":
             raise ValueError(f"layout={layout!r}: must be a ModelLayout, a dict of patterns, or 'auto'")
-        self.plan = plan if isinstance(plan, ParallelPlan) else guards.plan_from(plan or sizes, MegascaleStrategy)
+        self.plan = plan_from(plan, sizes, MegascaleStrategy)
         guards.check_values(self.plan)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend, timeout=timeout
         )
         self._module_name, self._layout, self._placement = module, layout, placement
+        self._init_from = init_from
         self._seed = 0
         self._numbers: StepNumbers | None = None
         self._finishing: Optimizer | None = None
@@ -171,21 +170,26 @@ class MegascaleStrategy(Saving):
             self._done, self._views = known, known.views
             return
         self.model = self.precision_plugin.convert_module(module)
+        pretrained = self.open_pretrained()
         if is_parallel(module):
             self._done = Parallelized(self.plan, self.mesh_views, by_user=True)
             guards.refuse_options_of_parallel_module(self.plan)
+            if pretrained is not None:
+                pretrained.reserve(module, self.root_device)
             materialize(module, self.root_device, self._seed)
             record_units(module, self._done)
         else:
-            self._parallelize_from_layout(param_dtype)
+            self._parallelize_from_layout(param_dtype, pretrained)
         self.model_to_device()
+        if pretrained is not None:
+            self.fill_from(pretrained)
         module.__dict__["_megascale"] = self._done  # not an attribute of nn.Module: it must not reach the state dict
 
-    def _parallelize_from_layout(self, param_dtype: torch.dtype | None) -> None:
+    def _parallelize_from_layout(self, param_dtype: torch.dtype | None, pretrained: Pretrained | None) -> None:
         module = self.lightning_module
         assert module is not None
         name, target = target_of(module, self._module_name)
-        layout = find_layout(target, self._layout)
+        layout = find_layout(target, self._layout, tensor_parallel=self.plan.tensor_parallel_size > 1)
         piped = pipeline_guards.check_module(module, target) if self.plan.pipeline_parallel_size > 1 else []
         guards.raise_all(piped or check_model(module, target, self.plan, layout), type(module).__name__)
         if not on_meta(module) and not same_on_all_ranks(module, self.root_device):
@@ -193,6 +197,8 @@ class MegascaleStrategy(Saving):
             broadcast_from_first(module, self.root_device)
         reduce_dtype = reduction_dtype(module, param_dtype, self.plan.reduce_dtype)
         self._done = parallelize(module, target, self.plan, self.mesh_views, layout, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        if pretrained is not None:
+            pretrained.reserve(module, self.root_device)
         if on_meta(module):
             materialize(target, self.root_device, self._seed)
             materialize(module, self.root_device, self._seed)

@@ -1,7 +1,8 @@
 """Step time of MegascaleStrategy against a hand-written torch loop with the same calls and against Lightning's ModelParallelStrategy.
 
 Run: ``python -m tests.benchmarks.overhead [ranks=2,4] [sizes=tiny,100m] [rounds=9]``. The three contenders take turns inside one
-run on the same ranks, so a drifting machine slows all of them; figures are medians of per-round ratios with their 95% interval.
+run on the same ranks, so a drifting machine slows all of them; figures are medians of per-round ratios with their 95% interval. The
+second row of each size is processor time, summed over the ranks: it leaves out waiting, and what other programs do to the clock.
 """
 
 from __future__ import annotations
@@ -77,18 +78,19 @@ class StockModule(Module):
 
 
 class Clock(L.Callback):
-    """Seconds of each step of the current turn, first ones left out."""
+    """Seconds and processor seconds of each step of the current turn, first ones left out."""
 
     def __init__(self, skipped: int) -> None:
         self.skipped, self.ends = skipped, []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), time.process_time()))
 
-    def take(self) -> float:
-        steps = [b - a for a, b in zip(self.ends, self.ends[1:])][self.skipped - 1 :]
-        self.ends = []
-        return statistics.median(steps)
+    def take(self) -> tuple[float, float]:
+        """(seconds, processor seconds) of a step, medians."""
+        ends, self.ends = self.ends[self.skipped - 1 :], []
+        kinds = [[b[kind] - a[kind] for a, b in zip(ends, ends[1:])] for kind in (0, 1)]
+        return statistics.median(kinds[0]), statistics.median(kinds[1])
 
 
 def loader(size: str) -> DataLoader:
@@ -97,7 +99,7 @@ def loader(size: str) -> DataLoader:
     return DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=rows)  # type: ignore[arg-type]
 
 
-def lightning_turns(size: str, module: Module, make_strategy: Callable[[], Any]) -> Iterator[float]:
+def lightning_turns(size: str, module: Module, make_strategy: Callable[[], Any]) -> Iterator[tuple[float, float]]:
     clock = Clock(SIZES[size][4])
     data = loader(size)
     while True:
@@ -118,7 +120,7 @@ def lightning_turns(size: str, module: Module, make_strategy: Callable[[], Any])
         yield clock.take()
 
 
-def hand_written_turns(size: str) -> Iterator[float]:
+def hand_written_turns(size: str) -> Iterator[tuple[float, float]]:
     """What a careful user of the same building blocks would write without Lightning."""
     module, plan = Module(size), ParallelPlan().resolve(int(os.environ["WORLD_SIZE"]))
     views = build_mesh(plan, "cpu")
@@ -138,8 +140,8 @@ def hand_written_turns(size: str) -> Iterator[float]:
         yield clock.take()
 
 
-def contest(size: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds a step of every round of every contender on this rank; the order of turns rotates."""
+def contest(size: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds and processor seconds a step of every round of every contender on this rank; the order of turns rotates."""
     warnings.simplefilter("ignore")
     turns = {
         "megascale": lightning_turns(size, Module(size), lambda: MegascaleStrategy(label_alignment="aligned")),
@@ -149,7 +151,7 @@ def contest(size: str, rounds: int) -> dict[str, list[float]]:
         ),
     }
     names = list(turns)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name in names[turn % 3 :] + names[: turn % 3]:
             took = next(turns[name])
@@ -176,14 +178,18 @@ def main(arguments: list[str]) -> None:
     for ranks in map(int, options.get("ranks", "2,4").split(",")):
         for size in options.get("sizes", "tiny,100m").split(","):
             results = run_ranks(contest, ranks, size, int(options.get("rounds", 9)), timeout=3000)
-            seconds = {name: [max(result[name][i] for result in results) for i in range(len(results[0][name]))] for name in results[0]}
-            cells = []
-            for other in ("hand-written", "ModelParallelStrategy"):
-                middle, low, high = interval([a / b for a, b in zip(seconds["megascale"], seconds[other])])
-                cells.append(f"{middle:.3f} [{low:.3f}, {high:.3f}]")
             with torch.device("meta"):
                 count = sum(p.numel() for p in Decoder(SIZES[size][0]).parameters())
-            table.add_row(str(ranks), f"{count:,}", f"{statistics.median(seconds['megascale']) * 1e3:.1f}", *cells)
+            for kind, (title, together) in enumerate((("", max), ("processor ", sum))):
+                seconds = {
+                    name: [together(result[name][i][kind] for result in results) for i in range(len(results[0][name]))]
+                    for name in results[0]
+                }
+                cells = []
+                for other in ("hand-written", "ModelParallelStrategy"):
+                    middle, low, high = interval([a / b for a, b in zip(seconds["megascale"], seconds[other])])
+                    cells.append(f"{middle:.3f} [{low:.3f}, {high:.3f}]")
+                table.add_row(str(ranks), f"{count:,}", f"{title}{statistics.median(seconds['megascale']) * 1e3:.1f}", *cells)
     Console().print(table)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.models.decoder import Decoder
-from lightning_megascale.parallel.parallelize import describe
+from lightning_megascale.parallel.layouts import describe
 from lightning_megascale.parallel.pipeline import Chunk, PassThrough, Pipeline, split_into_stages, unowned_parameters
 from lightning_megascale.parallel.pipeline_split import Stages, cut_stages
 from tests.models.test_huggingface import GPT2, LLAMA, QWEN3, gpt2, llama_like

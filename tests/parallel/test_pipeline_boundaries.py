@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_megascale.layout import ModelLayout
-from lightning_megascale.parallel.parallelize import describe
+from lightning_megascale.parallel.layouts import describe
 from lightning_megascale.parallel.pipeline import split_into_stages
 from lightning_megascale.parallel.pipeline_boundaries import infer_boundaries
 from lightning_megascale.parallel.pipeline_schedule import build_schedule, run_schedule

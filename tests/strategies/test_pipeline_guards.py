@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_megascale import MegascaleStrategy, ParallelPlan
 from lightning_megascale.layout import ModelLayout
-from lightning_megascale.parallel.parallelize import check_model, find_layout, target_of
+from lightning_megascale.parallel.layouts import find_layout, target_of
+from lightning_megascale.parallel.model_check import check_model
 from lightning_megascale.strategies.pipeline_guards import check_module, check_optimizers, refuse_ragged
 from tests.harness import RankFailure, run_ranks
 from tests.strategies.test_guards import QUIET

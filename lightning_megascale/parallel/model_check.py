@@ -1,0 +1,149 @@
+"""Whether a model can run under a plan: every violated rule as a message, the same on all ranks, without communication."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_megascale.layout import ModelLayout, guess_layout
+from lightning_megascale.parallel.layouts import block_names, describe, is_published, roots_of, stage_count, stages_of, unit_names
+from lightning_megascale.parallel.pipeline import unowned_parameters
+from lightning_megascale.parallel.pipeline_split import check_places, check_split
+from lightning_megascale.plan import ParallelPlan
+
+_HUGGING_FACE_SEQUENCES = (
+    "sequence_parallel=True with a layout read from a transformers model: its forward makes positions and masks from the length of the "
+    "hidden state, which would be a part of the sequence. Use sequence_parallel=False, or give a layout with norms and pass position_ids"
+)
+
+
+def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
+    """A message for every rule that a model violates under this plan. Same on all ranks, no communication.
+
+    Args:
+        module: the LightningModule.
+        model: its part that the layout's names refer to.
+        plan, layout: what is to be done.
+    """
+    if plan.tensor_parallel_size > 1 and (layout is None or (is_published(model) and not (layout.colwise or layout.rowwise))):
+        guess = guess_layout(describe(model)).paste()
+        message = (
+            f"tensor_parallel_size={plan.tensor_parallel_size} needs to know the roles of the modules of {type(model).__name__}, which "
+            "has no megascale_layout and publishes no tp_plan. A guess from its names and shapes, to be read, corrected and given as "
+            f"MegascaleStrategy(layout=...):\n{guess}"
+        )
+        return [message]
+    wrong = []
+    if layout is not None and (plan.tensor_parallel_size > 1 or layout.blocks):
+        wrong += layout.unmatched([name for name, _ in model.named_modules()]) if plan.tensor_parallel_size == 1 else []
+    if plan.tensor_parallel_size > 1:
+        from lightning_megascale.parallel.tensor import check_tensor_parallel
+
+        assert layout is not None
+        if plan.sequence_parallel and is_published(model) and not layout.norms:
+            return [_HUGGING_FACE_SEQUENCES]
+        if plan.compile and layout.experts:
+            wrong.append("compile=True and experts dealt out over tensor-parallel ranks: no test proves them together; use compile=False")
+        wrong += check_tensor_parallel(model, layout, plan.tensor_parallel_size, plan.sequence_parallel)
+    if (plan.activation_checkpointing or plan.compile) and not wrong and not block_names(model, layout):
+        option = "activation_checkpointing" if plan.activation_checkpointing else "compile"
+        wrong.append(
+            f"{option}={getattr(plan, option)!r} works on repeated blocks, and {type(model).__name__} has none that can be found: "
+            "name them with layout=ModelLayout(blocks='...')"
+        )
+    wrong += _rank_dependent_modules(module) if int(plan.data_parallel_size) > 1 or plan.pipeline_parallel_size > 1 else []
+    wrong += _hooked_parameters(module)
+    if plan.activation_checkpointing == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
+        wrong.append(
+            "activation_checkpointing='selective' and the model's config.use_cache=True: the cache keeps what is recomputed; set "
+            "model.config.use_cache = False for training"
+        )
+    if plan.pipeline_parallel_size > 1 and not wrong:
+        wrong = _check_pipeline(model, plan, layout)
+    return wrong or _shared_between_units(module, model, layout, pipelined=plan.pipeline_parallel_size > 1)
+
+
+def _check_pipeline(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
+    """A message for every rule of pipeline stages that a model violates."""
+    if layout is None or not (layout.blocks and layout.first and layout.last):
+        missing = [role for role in ("blocks", "first", "last") if layout is None or not getattr(layout, role)]
+        if layout is not None and is_published(model) and len(layout.blocks) > 1:
+            lists = " and ".join(layout.blocks)
+            message = (
+                f"pipeline_parallel_size={plan.pipeline_parallel_size}: {type(model).__name__} has several lists of layers, {lists} (an "
+                "encoder and a decoder, two towers), and only one hidden state crosses a pipeline boundary: use pipeline_parallel_size=1"
+            )
+            return [message]
+        message = (
+            f"pipeline_parallel_size={plan.pipeline_parallel_size} needs a layout that names the model's {', '.join(missing)}: the "
+            "repeated layers, the modules called before and those called after them. A guess for "
+            f"{type(model).__name__}, to be read, corrected and given as MegascaleStrategy(layout=...):\n"
+            f"{guess_layout(describe(model)).paste()}"
+        )
+        return [message]
+    wrong = layout.unmatched([name for name, _ in model.named_modules()])
+    if not wrong:
+        roles = layout.resolve([name for name, _ in model.named_modules()])
+        wrong = check_places([*roles["first"], *roles["blocks"], *roles["last"]])
+    wrong = wrong or check_split(plan.pipeline_split, block_names(model, layout), stage_count(plan))
+    if wrong:
+        return wrong
+    try:
+        stages = stages_of(model, plan, layout)
+    except ValueError as error:
+        return [str(error)]
+    return unowned_parameters(model, stages)
+
+
+def _rank_dependent_modules(module: nn.Module) -> list[str]:
+    """A message for every module whose result depends on which rows a rank holds, or whose state ranks would not share."""
+    wrong = []
+    for name, child in module.named_modules():
+        if isinstance(child, nn.modules.batchnorm._NormBase) and child.training and (child.track_running_stats or _is_batch_norm(child)):
+            wrong.append(
+                f"module {name!r} is a {type(child).__name__}: it takes its statistics from this rank's rows only (in a pipeline from one "
+                "microbatch), so the numbers would depend on the number of ranks. Use group, layer or RMS norm, or freeze it "
+                "(requires_grad_(False) and eval())"
+            )
+        if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.scale_grad_by_freq):
+            option = "max_norm" if child.max_norm is not None else "scale_grad_by_freq"
+            wrong.append(f"module {name!r} is an Embedding with {option}, which looks at this rank's rows only: leave it out")
+    return wrong
+
+
+def _is_batch_norm(child: nn.Module) -> bool:
+    return isinstance(child, nn.modules.batchnorm._BatchNorm)
+
+
+def _hooked_parameters(module: nn.Module) -> list[str]:
+    """A message for every parameter whose hooks sharding would drop."""
+    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if not hooked:
+        return []
+    message = (
+        f"{', '.join(hooked)}: a hook on a parameter never runs once the parameter is sharded; change gradients in "
+        "on_before_optimizer_step, where they are final"
+    )
+    return [message]
+
+
+def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayout | None, pipelined: bool) -> list[str]:
+    """A message for every parameter that two FSDP2 units would hold: each would shard a copy, untied without an error.
+
+    Outside of the blocks a pipeline may separate them: it gives each stage a copy and adds their gradients up.
+    """
+    blocks = [model.get_submodule(name) for name in unit_names(model, layout)]
+    inside = {id(child): number for number, block in enumerate(blocks) for child in block.modules()}
+    for number, root in enumerate(roots_of(module, model)):
+        for child in root.modules():
+            inside.setdefault(id(child), -1 - number)
+    holders: dict[int, list[tuple[int | None, str]]] = {}
+    for name, child in module.named_modules():
+        for key, parameter in child.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((inside.get(id(child)), f"{name}.{key}".lstrip(".")))
+    return [
+        f"{' and '.join(name for _, name in held)} are one parameter in units that are sharded apart, which would untie them: "
+        "put the modules "
+        "that share it into one child of the LightningModule, outside the repeated blocks"
+        for held in holders.values()
+        if len({unit for unit, _ in held}) > 1
+    ]
