@@ -181,6 +181,27 @@ _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
 )
 
 
+# transformers classes -> plans under which a test proves them equal to one device, with the layout that they publish or that is known.
+_TEXT = ("tp2", "fsdp2", "fsdp2xtp2", "pp2", "pp2:interleaved1f1b", "pp2xtp2")
+_SEVERAL_LISTS = ("tp2", "fsdp2", "fsdp2xtp2")  # no pipeline: an encoder and a decoder, two towers
+TRANSFORMERS: dict[str, tuple[str, ...]] = {
+    "Llama": _TEXT,
+    "Qwen3": _TEXT,
+    "GPT2": _TEXT,
+    "Mixtral": _TEXT,
+    "Llava": _TEXT,
+    "Mistral": ("tp2", "fsdp2", "pp2"),
+    "Gemma": ("tp2", "fsdp2", "pp2"),
+    "Gemma3": ("tp2", "fsdp2", "pp2"),
+    "Phi3": ("tp2", "fsdp2", "pp2"),
+    "Qwen3Moe": ("tp2", "fsdp2", "fsdp2xtp2", "pp2"),
+    "DeepseekV3": ("tp2", "fsdp2", "fsdp2xtp2", "pp2"),
+    "Siglip": ("tp2", "fsdp2", "pp2"),
+    "CLIP": _SEVERAL_LISTS,
+    "Whisper": _SEVERAL_LISTS,
+}
+
+
 def refusals(plan: Any) -> list[str]:
     """A message for every pair of features of this plan that is refused, and for every feature that no test proves."""
     wrong = [

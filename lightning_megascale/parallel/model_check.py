@@ -52,6 +52,12 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
         )
     wrong += _rank_dependent_modules(module) if int(plan.data_parallel_size) > 1 or plan.pipeline_parallel_size > 1 else []
     wrong += _hooked_parameters(module)
+    if is_published(model) and getattr(getattr(model, "config", None), "output_router_logits", False):
+        if plan.pipeline_parallel_size > 1 or int(plan.data_parallel_size) > 1:
+            wrong.append(
+                "config.output_router_logits=True adds a balance loss over the routers of all layers and over the rows of the batch, which "
+                "no rank sees whole under data or pipeline parallelism: set it to False, or use tensor parallelism alone"
+            )
     if plan.activation_checkpointing == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
         wrong.append(
             "activation_checkpointing='selective' and the model's config.use_cache=True: the cache keeps what is recomputed; set "

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,7 @@ from lightning_megascale.parallel.tensor import apply_tensor_parallel
 from lightning_megascale.parallel.tensor_check import Roles
 from lightning_megascale.parallel.tensor_proof import ProvenOnFirstCall, prepare_proof, proved_modules
 from tests import parity
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, full, run_ranks, worst
 from tests.parallel.tensor_runs import GELU, SWIGLU, batch, build, case, loss_sum
 from tests.parallel.test_tensor import HABITS, Habits
 
@@ -314,8 +315,6 @@ WRONG: dict[str, Wrong] = {
         False,
         ("parameter 'attention.query_norm.weight'", SPLIT_PARAMETER),
     ),
-    "cross-attention memory": (block_of(CrossAttention, block=CrossBlock), {}, False, ("argument 'condition'", "FIRST argument")),
-    "adaLN condition": (block_of(mlp=Modulated, block=ModulatedBlock), {}, False, ("argument 'condition'", "FIRST argument")),
     "attention's second output": (block_of(Statistic, block=StatisticBlock), {}, False, ("output 1",)),
     "residual inside mlp": (block_of(mlp=Residual), {}, False, ("layers.0.mlp: its input reaches its output",)),
     "norm behind the row linear": (
@@ -367,6 +366,24 @@ def test_silently_wrong_numbers_are_refused_alike_on_all_ranks(name: str) -> Non
     assert messages[0] == messages[1]
     for part in parts:
         assert part in messages[0]
+
+
+def _trained(block: type) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Model(block).double()
+    if dist.is_initialized():
+        model = _proven(model, LAYOUT, False)
+    loss = model(torch.arange(4 * LENGTH).view(4, LENGTH) % VOCABULARY)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: full(p.grad) for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("block", [block_of(CrossAttention, block=CrossBlock), block_of(mlp=Modulated, block=ModulatedBlock)])
+def test_further_arguments_that_learn_get_the_sum_of_their_gradients(block: type) -> None:
+    """Memory of a cross-attention, a condition that modulates an MLP: each rank's heads or features say a part about them."""
+    wanted = _trained(block)
+    for numbers in run_ranks(_trained, 2, block):
+        assert worst(wanted, numbers)[0] < 1e-10
 
 
 def test_compiled_blocks_are_proven_too() -> None:
