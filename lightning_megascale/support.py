@@ -253,6 +253,14 @@ def markdown() -> str:
     return "\n".join(rows)
 
 
+def transformers_markdown() -> str:
+    """The table of transformers classes as README shows it."""
+    plans = tuple(dict.fromkeys(axes for proven in TRANSFORMERS.values() for axes in proven))
+    rows = [f"| class | {' | '.join(plans)} |", "|---" * (len(plans) + 1) + "|"]
+    rows += [f"| {name} | {' | '.join('equal' if axes in proven else '' for axes in plans)} |" for name, proven in TRANSFORMERS.items()]
+    return "\n".join(rows)
+
+
 def _together(reason: str) -> str:
     """All pairs refused for one reason, as ``a or b x c or d``."""
     pairs = [_table_order(pair) for pair, why in REFUSED.items() if why == reason]

@@ -35,8 +35,10 @@ def commands() -> list[str]:
 
 
 def test_the_support_table_is_the_real_one() -> None:
-    shown = README.split("kept equal by a test -->\n")[1].split("\n<!-- end of support table")[0]
+    shown = README.split("support.markdown(), kept equal by a test -->\n")[1].split("\n<!-- end of support table")[0]
     assert shown.strip() == support.markdown().strip()
+    shown = README.split("transformers_markdown(), kept equal by a test -->\n")[1].split("\n<!-- end of transformers table")[0]
+    assert shown.strip() == support.transformers_markdown().strip()
 
 
 def test_both_set_up_commands_are_there_and_ci_runs_the_second() -> None:
@@ -72,6 +74,7 @@ def test_every_command_begins_with_a_known_verb() -> None:
 @pytest.mark.timeout(900)
 def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     """In one folder and in README's order, after the run of the quickstart that README starts with; training cut short."""
+    (tmp_path / "own_model.py").write_text(next(block for block in blocks("python") if "def build():" in block))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "MEGASCALE_CACHE": str(tmp_path / "cache")}
     for command in ["megascale train", *commands()]:
         words = shlex.split(command)[1:]
