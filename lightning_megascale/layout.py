@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 ROLES = (
     "blocks",
@@ -143,7 +143,7 @@ class ModelLayout:
     def _patterns(self) -> Iterator[tuple[str, str]]:
         """(field, module pattern) of everything that names a module."""
         yield from ((role, pattern) for role in ROLES for pattern in getattr(self, role))
-        yield from (("packed", pattern) for pattern, _ in self.packed)  # type: ignore[misc]
+        yield from (("packed", pattern) for pattern, _ in self._packed_pairs)
         yield from (("divided", pattern.rpartition(".")[0]) for pattern in self.divided)
 
     def only(self, names: Iterable[str]) -> ModelLayout:
@@ -156,7 +156,11 @@ class ModelLayout:
 
     def parts_of(self, name: str) -> int | tuple[int, ...] | None:
         """How many projections, or of which sizes, the packed linear ``name`` holds; None for one that is not packed."""
-        return next((parts for pattern, parts in self.packed if matches(name, pattern)), None)  # type: ignore[misc, return-value]
+        return next((parts for pattern, parts in self._packed_pairs if matches(name, pattern)), None)
+
+    @property
+    def _packed_pairs(self) -> tuple[tuple[str, int | tuple[int, ...]], ...]:
+        return cast("tuple[tuple[str, int | tuple[int, ...]], ...]", self.packed)
 
     def divided_of(self, name: str) -> tuple[str, ...]:
         """Attributes of the module ``name`` that are divided over the tensor-parallel ranks."""
@@ -173,7 +177,7 @@ class ModelLayout:
                     f"    {role}={patterns[0]!r}," if role == "blocks" and len(patterns) == 1 else f"    {role}={list(patterns)!r},"
                 )
         if self.packed:
-            rows.append(f"    packed={dict(self.packed)!r},")
+            rows.append(f"    packed={dict(self._packed_pairs)!r},")
         return "ModelLayout(\n" + "\n".join(rows) + "\n)"
 
 
@@ -291,4 +295,5 @@ def guess_layout(modules: Sequence[ModuleInfo]) -> ModelLayout:
     if last_linear:
         add("head", last_linear)
         add("last", last_linear)
-    return ModelLayout(**{role: tuple(patterns) for role, patterns in roles.items()})
+    found: dict[str, Any] = {role: tuple(patterns) for role, patterns in roles.items()}
+    return ModelLayout(**found)

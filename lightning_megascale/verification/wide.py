@@ -1,0 +1,46 @@
+"""float64 all the way: a norm or a loss that computes in float32 whatever it is given rounds otherwise on shares than on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _Widened(TorchFunctionMode):
+    """Makes float64 of every float32 that code asks for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        function = Tensor.double if function is Tensor.float else function
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        wide = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return function(*args, **wide)
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """Inside, ``x.float()``, ``x.to(torch.float32)`` and ``softmax(..., dtype=torch.float32)`` give float64. Eager code only.
+
+    Autograd runs recomputations without the modes that were active in the forward, so these enter theirs again.
+    """
+    module, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+    original = getattr(module, name)
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def again(*inputs: Any, **named: Any) -> Any:
+            with _Widened():
+                return function(*inputs, **named)
+
+        return original(again, *args, **kwargs)
+
+    setattr(module, name, generator)
+    try:
+        with _Widened():
+            yield
+    finally:
+        setattr(module, name, original)
