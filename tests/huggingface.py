@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -156,3 +157,7 @@ class HuggingFaceModule(L.LightningModule):
 def build(family: str) -> tuple[HuggingFaceModule, list[dict[str, Tensor]]]:
     """(module, global batches), as ``megascale verify`` takes them."""
     return HuggingFaceModule(family), batches(family)
+
+
+# targets of the command line: ``megascale verify target=tests.huggingface:llama ...``
+llama, qwen3, gpt2, mixtral, llava = (partial(build, family) for family in ("Llama", "Qwen3", "GPT2", "Mixtral", "Llava"))
