@@ -58,7 +58,7 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> nn.M
 
 
 def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Draws a module's own parameters and buffers: as the model says, else as the transformers model around it, or the module itself, does."""
+    """Draws a module's own parameters and buffers: as the model says, the transformers model around it, or the module itself."""
     owner = _transformers_owner(model, name)
     if hasattr(model, "init_module"):
         cast(Any, model).init_module(module, name)
@@ -69,7 +69,7 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _transformers_owner(model: nn.Module, name: str) -> Any:
-    """The innermost transformers model (one with a config and ``_init_weights``) that the module ``name`` is or lies in; None without one."""
+    """The innermost transformers model (it has a config and ``_init_weights``) that the module ``name`` is or lies in."""
     parts = name.split(".") if name else []
     for end in range(len(parts), -1, -1):
         outer = model.get_submodule(".".join(parts[:end]))
@@ -164,7 +164,7 @@ def local_bounds(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     part = local_part(whole, tensor)
     if part.numel() == 0:
         return tuple((0, length) for length in part.shape)
-    offset, bounds = part.storage_offset(), []
+    offset, bounds = int(part.storage_offset()), []
     for length, stride in zip(part.shape, whole.stride()):
         start, offset = divmod(offset, stride)
         bounds.append((start, start + length))

@@ -84,8 +84,9 @@ def parallelize(
     blocks = [target.get_submodule(name) for name in names]
     sharded = [target.get_submodule(name) for name in _own(target, unit_names(target, layout))]
     if views.tensor is not None and plan.tensor_parallel_size > 1:
-        from lightning_megascale.parallel.tensor import Roles, split_modules
+        from lightning_megascale.parallel.tensor import split_modules
         from lightning_megascale.parallel.tensor_proof import prepare_proof
+        from lightning_megascale.parallel.tensor_roles import Roles
 
         assert layout is not None
         proof = prepare_proof(target, layout, views.tensor, sequence_parallel=plan.sequence_parallel)

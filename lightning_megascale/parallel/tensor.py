@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.ops.tensor_parallel import TensorAxis, tensor_axis
 from lightning_megascale.parallel.mixin import become
-from lightning_megascale.parallel.tensor_check import Roles, check_tensor_parallel, split_dim
+from lightning_megascale.parallel.tensor_check import check_tensor_parallel
 from lightning_megascale.parallel.tensor_experts import DealtExperts, ExpertState
+from lightning_megascale.parallel.tensor_roles import Roles, split_dim
 from lightning_megascale.parallel.tensor_styles import (
     ColumnLinear,
     ColumnModule,

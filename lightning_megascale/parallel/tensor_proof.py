@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.parallel.mixin import become
-from lightning_megascale.parallel.tensor_check import Roles
 from lightning_megascale.parallel.tensor_proof_compare import COPY, Attempt, Subject
 from lightning_megascale.parallel.tensor_proof_run import structure_of
+from lightning_megascale.parallel.tensor_roles import Roles
 
 _enabled = True  # for tests of the proof itself
 

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_megascale.ops.tensor_parallel import tensor_axis
 from lightning_megascale.parallel.init import local_part
 from lightning_megascale.parallel.tensor import split_modules
-from lightning_megascale.parallel.tensor_check import Roles
 from lightning_megascale.parallel.tensor_proof_messages import Called
 from lightning_megascale.parallel.tensor_proof_run import (
     DtypesSeen,
@@ -31,6 +30,7 @@ from lightning_megascale.parallel.tensor_proof_run import (
     precise,
     random_like,
 )
+from lightning_megascale.parallel.tensor_roles import Roles
 
 log = logging.getLogger(__name__)
 

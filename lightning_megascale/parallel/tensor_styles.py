@@ -27,8 +27,8 @@ from lightning_megascale.ops.tensor_parallel import (
     sequence_dropout,
     vocabulary_embedding,
 )
-from lightning_megascale.parallel.tensor_check import features, is_transposed
 from lightning_megascale.parallel.tensor_guard import AttentionGuard, check_no_bypass
+from lightning_megascale.parallel.tensor_roles import features, is_transposed
 
 
 def _weight(module: Any) -> Tensor:

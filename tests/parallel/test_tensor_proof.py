@@ -17,8 +17,8 @@ from lightning_megascale.layout import ModelLayout
 from lightning_megascale.parallel import tensor_proof
 from lightning_megascale.parallel.recompute import apply_recompute
 from lightning_megascale.parallel.tensor import apply_tensor_parallel
-from lightning_megascale.parallel.tensor_check import Roles
 from lightning_megascale.parallel.tensor_proof import ProvenOnFirstCall, prepare_proof, proved_modules
+from lightning_megascale.parallel.tensor_roles import Roles
 from tests import parity
 from tests.harness import RankFailure, full, run_ranks, worst
 from tests.parallel.tensor_runs import GELU, SWIGLU, batch, build, case, loss_sum
