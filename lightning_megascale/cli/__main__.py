@@ -6,6 +6,7 @@ from importlib import import_module
 
 VERBS = {
     "train": "train a recipe; starts its own ranks when nobody else did",
+    "verify": "prove on your own model that a plan gives the numbers of one device",
     "checkpoint": "list, check, reshard and export checkpoints",
     "recipes": "list the recipes",
 }

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_megascale.verification.one_device import Trained, train_alone
 from lightning_megascale.verification.report import CannotVerify
 from lightning_megascale.verification.subject import Subject
-from lightning_megascale.verification.training import Plan, Recorder, Setting, Trained, train_alone, train_on_rank, whole
+from lightning_megascale.verification.training import Plan, Recorder, Setting, train_on_rank, whole
 
 # Rounding is amplified (an Adam step of a gradient that is zero but for rounding is a full step): this many times what it does to one
 # device's numbers is allowed, where that is more than the tolerance.
@@ -205,15 +205,34 @@ def worst(figures: Iterable[Figure]) -> Figure:
 
 @dataclass(frozen=True)
 class Figures:
-    """All ranks' findings together."""
+    """All ranks' findings together: the worst loss and norm of each step, every gradient of each step, every parameter after the last."""
 
-    loss: Figure
-    gradient: Figure
-    norm: Figure
-    parameters: Figure
-    first_loss: Figure
-    first_gradients: dict[str, Figure]
+    losses: list[Figure]
+    norms: list[Figure]
+    gradients: list[dict[str, Figure]]
+    last: dict[str, Figure]
     missing: tuple[str, ...] = ()
+
+    @property
+    def loss(self) -> Figure:
+        return worst(self.losses)
+
+    @property
+    def norm(self) -> Figure:
+        return worst(self.norms)
+
+    @property
+    def gradient(self) -> Figure:
+        return worst(figure for step in self.gradients for figure in step.values())
+
+    @property
+    def parameters(self) -> Figure:
+        return worst(self.last.values())
+
+    @property
+    def first_gradients(self) -> dict[str, Figure]:
+        """Of the first step, where both sides still have the same weights."""
+        return self.gradients[0] if self.gradients else {}
 
     @property
     def ok(self) -> bool:
@@ -221,7 +240,7 @@ class Figures:
 
     @property
     def wrong_at_first(self) -> list[str]:
-        """Parameters whose gradient is wrong in the first step already, where both sides still have the same weights."""
+        """Parameters whose gradient is wrong in the first step already."""
         return [name for name, figure in self.first_gradients.items() if not figure.is_equal]
 
 
@@ -232,13 +251,8 @@ def together(reference: Reference, seen: Sequence[Seen]) -> Figures:
     gradients = [_merged(row, dict.fromkeys(_names(row), reference.gradients[step]), step) for step, row in enumerate(rows)]
     last = [one.parameters for one in seen]
     parameters = _merged(last, {name: reference.parameters.get(exact.aliases.get(name, name), 1.0) for name in _names(last)})
-    numbers: dict[str, list[Figure]] = {"losses": [], "norms": []}
-    for kind, figures in numbers.items():
-        for one in seen:
-            got: list[Any] = getattr(one, kind)
-            for step, wanted in enumerate(getattr(exact, kind)):
-                value = got[step] if step < len(got) else math.nan
-                figures.append(Figure(relative(wanted, value), getattr(reference, kind)[step], step=step))
+    losses = _numbers(exact.losses, [one.losses for one in seen], reference.losses)
+    norms = _numbers(exact.norms, [one.norms for one in seen], reference.norms)
     held = {exact.aliases.get(name, name) for name in parameters}
     stepped = [{exact.aliases.get(name, name) for name in step} for step in gradients]
     missing = [f"{name}: no rank holds it" for name in exact.parameters if name not in held]
@@ -248,15 +262,15 @@ def together(reference: Reference, seen: Sequence[Seen]) -> Figures:
         for name in exact.gradients[step]
         if name not in names
     ]
-    return Figures(
-        loss=worst(numbers["losses"]),
-        gradient=worst(figure for step in gradients for figure in step.values()),
-        norm=worst(numbers["norms"]),
-        parameters=worst(parameters.values()),
-        first_loss=worst(figure for figure in numbers["losses"] if figure.step == 0),
-        first_gradients=gradients[0] if gradients else {},
-        missing=tuple(missing),
-    )
+    return Figures(losses, norms, gradients, parameters, tuple(missing))
+
+
+def _numbers(wanted: Sequence[float | None], got: Sequence[Sequence[float | None]], allowed: Sequence[float]) -> list[Figure]:
+    """For each step the largest difference that a rank has found; infinite where a rank has fewer steps."""
+    return [
+        Figure(max(relative(number, row[step] if step < len(row) else math.nan) for row in got), allowed[step], step=step)
+        for step, number in enumerate(wanted)
+    ]
 
 
 def _names(rows: Iterable[Mapping[str, float]]) -> list[str]:

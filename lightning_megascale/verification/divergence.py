@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_megascale.verification.compare import Figures, Reference, largest
+from lightning_megascale.verification.compare import Figures, Reference, largest, worst
+from lightning_megascale.verification.one_device import train_alone
 from lightning_megascale.verification.subject import Subject
-from lightning_megascale.verification.training import Plan, Setting, train_alone, train_on_rank
+from lightning_megascale.verification.training import Plan, Setting, train_on_rank
 
 
 @dataclass
@@ -154,14 +155,15 @@ def explain(figures: Figures, reference: Reference, plan: Plan, alone: Outputs |
     if figures.missing:
         return figures.missing[0], "a parameter that no rank trains: it stands outside of the modules that the layout names"
     wrong = figures.wrong_at_first
-    if not wrong and figures.first_loss.is_equal:
-        return _later(figures, reference)
+    first_loss = figures.losses[0]
+    if not wrong and first_loss.is_equal:
+        return _later(figures)
     found = None if alone is None else first_other_output(alone, ranks, reference.tolerance)
     if found is not None:
         return f"{found[0]}: its output in the first forward is off by {found[1]:.1e} of its size", _hint_forward(plan)
     compared = "" if alone is None else "; every output of a module that could be compared is equal"
-    if not figures.first_loss.is_equal and len(wrong) in (0, len(figures.first_gradients)):
-        return f"training_step: the first loss is off by {figures.first_loss.off:.1e}{compared}", _HINTS["loss"]
+    if not first_loss.is_equal and len(wrong) in (0, len(figures.first_gradients)):
+        return f"training_step: the first loss is off by {first_loss.off:.1e}{compared}", _HINTS["loss"]
     order = {} if alone is None else {name: place for place, (name, _) in enumerate(alone.calls)}
     owner = max((_owner(name, order) for name in wrong), key=lambda name: order.get(name, -1))
     named = max((name for name in wrong if _owner(name, order) == owner), key=lambda name: figures.first_gradients[name].off)
@@ -173,18 +175,18 @@ def explain(figures: Figures, reference: Reference, plan: Plan, alone: Outputs |
     return text, _hint_backward(plan, wrong, figures, reference)
 
 
-def _later(figures: Figures, reference: Reference) -> tuple[str, str]:
-    gradient, parameter, norm, loss = figures.gradient, figures.parameters, figures.norm, figures.loss
-    if not norm.is_equal and norm.step == 0:
-        return f"clipping: the norm of the first step is off by {norm.off:.1e}, and its gradients are equal", _HINTS["norm"]
-    what = (
-        f"step {gradient.step + 1}, the gradient of {gradient.name}"
-        if not gradient.is_equal
-        else f"{parameter.name}"
-        if not parameter.is_equal
-        else f"step {loss.step + 1}, the loss"
-    )
-    return f"the optimizer: loss and gradients of the first step are equal; the first difference is in {what}", _HINTS["optimizer"]
+def _later(figures: Figures) -> tuple[str, str]:
+    """What differs when loss and gradients of the first step are equal."""
+    for step, (loss, norm, gradients) in enumerate(zip(figures.losses, figures.norms, figures.gradients)):
+        gradient = worst(gradients.values())
+        if not loss.is_equal or not gradient.is_equal:
+            what = f"the loss of step {step + 1}" if not loss.is_equal else f"the gradient of {gradient.name} in step {step + 1}"
+            return f"the optimizer: step {step} is equal up to the norm of its gradients, and {what} is off", _HINTS["optimizer"]
+        if not norm.is_equal:
+            return f"clipping: the norm of step {step + 1} is off by {norm.off:.1e}, and its gradients are equal", _HINTS["norm"]
+    return f"the optimizer: all losses and gradients are equal, and {figures.parameters.name} is off after the last step", _HINTS[
+        "optimizer"
+    ]
 
 
 def _owner(parameter: str, order: Mapping[str, int]) -> str:

@@ -113,6 +113,8 @@ class Proof:
             self.subject.check_division(combination.name, combination.shares, accumulate)
         self.reference = self._train_alone(wide=dtype == torch.float64 and not plan_fields.get("compile"))
         self.notes = [*self.subject.notes, *_doubts(self.reference, steps)]
+        if self.reference.exact.widened:
+            self.notes.append("what the model computes in float32 whatever it is given is computed in float64 on both sides")
 
     def _train_alone(self, wide: bool) -> Reference:
         try:

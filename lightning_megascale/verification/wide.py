@@ -13,13 +13,24 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Widened(TorchFunctionMode):
-    """Makes float64 of every float32 that code asks for."""
+    """Makes float64 of every float32 that code asks for; ``used`` tells whether that changed a number."""
+
+    used = False
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        asked = function is Tensor.float or any(value is torch.float32 for value in (*args, *kwargs.values()))
+        if not asked:
+            return function(*args, **kwargs)
+        _Widened.used |= isinstance(args[0] if args else None, Tensor) and args[0].dtype == torch.float64
         function = Tensor.double if function is Tensor.float else function
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        wide = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return function(*args, **wide)
+        return function(*args, **{key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()})
+
+
+def has_widened() -> bool:
+    """Whether anything in this process would have lost digits otherwise."""
+    return _Widened.used
 
 
 @contextmanager

@@ -226,6 +226,13 @@ class Sums(L.LightningModule):
         return torch.utils.data.DataLoader(self.data, batch_size=4, shuffle=True)
 
 
+class BatchNorm(Sums):
+    """Takes statistics over a batch."""
+
+    def configure_model(self) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
 class KeyBias(Words):
     """A bias of the keys: its gradient is 0 but for rounding, of which Adam with a tiny eps makes whole steps."""
 
@@ -235,6 +242,14 @@ class KeyBias(Words):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-16)
+
+
+class Tied(Words):
+    """The output projection is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.out.weight = self.model.wte.weight
 
 
 # ---- Hugging Face --------------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megascale import MegascaleModule
 from lightning_megascale.parallel import tensor_proof
-from lightning_megascale.strategies import steps
+from lightning_megascale.strategies import precision, steps
 from lightning_megascale.verification import Report, verify
 from tests.verification import models
 from tests.verification.models import LAYOUT
@@ -43,9 +44,19 @@ def test_a_right_layout_is_equal() -> None:
 
 def test_accumulation_interleaved_stages_and_float32() -> None:
     build = lambda: (models.Words(4), models.batches(8))  # noqa: E731
-    fine = verify(build, ["pp2:interleaved1f1b"], layout=LAYOUT, accumulate=2, microbatch_size=2, dtype=torch.float32)
-    assert all(report.ok for report in fine), fine
-    assert only(fine).gradient[0] > 1e-12, "float64's accuracy: dtype was ignored"  # type: ignore[index]
+    axes = ["fsdp2", "pp2:interleaved1f1b"]
+    for report in verify(build, axes, layout=LAYOUT, accumulate=2, microbatch_size=2, dtype=torch.float32):
+        assert report.ok, report
+        assert report.gradient[0] > 1e-12, "float64's accuracy: dtype was ignored"  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_tied_parameters_and_models_of_the_package() -> None:
+    sizes = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, intermediate_size=24, max_position_embeddings=16, dropout=0.1)
+    ids = {"input_ids": models.batches()[0]["ids"], "labels": models.batches()[1]["ids"]}
+    own = lambda: (MegascaleModule(model=sizes, optimizer={"lr": 1e-2}, schedule={"kind": "constant"}), ids)  # noqa: E731
+    reports = [*verify(words(models.Tied), ["fsdp2", "pp2"], layout=LAYOUT), *verify(own, ["tp2"])]
+    assert all(report.ok for report in reports), reports
 
 
 def test_a_model_with_a_loss_of_its_own() -> None:
@@ -55,6 +66,7 @@ def test_a_model_with_a_loss_of_its_own() -> None:
         assert max(report.loss or 0, report.gradient[0], report.parameters[0]) < 1e-13  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_recomputed_activations_are_float64_too() -> None:
     for mode in ("full", "selective"):
         report = only(verify(models.build, ["fsdp2"], activation_checkpointing=mode, dtype=torch.float64))
@@ -141,10 +153,20 @@ def test_a_sum_in_place_of_a_mean_is_found() -> None:
     assert report.hint is not None and "loss_sum" in report.hint
 
 
+@pytest.mark.slow
 def test_another_step_of_the_optimizer_is_found() -> None:
     report = only(verify(words(models.ScaledOnRanks), ["dp2"], layout=LAYOUT))
     assert report.first_divergence is not None and report.first_divergence.startswith("the optimizer:"), report
     assert report.gradient[0] > 1e-6  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_another_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = precision.clip_grad_norm_
+    monkeypatch.setattr(precision, "clip_grad_norm_", lambda *args, **kwargs: clip(*args, **kwargs) * 1.001)
+    report = only(verify(models.build, ["fsdp2"], layout=LAYOUT))
+    assert report.norm is not None and report.norm > 1e-4 and report.parameters[0] < 1e-12  # type: ignore[index]
+    assert report.first_divergence is not None and report.first_divergence.startswith("clipping: the norm of step 1 is off"), report
 
 
 # ---- ranks that fail -----------------------------------------------------------------------------------------------------------------
@@ -168,6 +190,8 @@ def test_a_plan_that_is_refused_says_why() -> None:
     assert [report.verdict for report in refused] == ["refused", "refused"]
     assert "needs to know the roles" in (refused[0].refused or "") or "layout" in (refused[0].refused or "")
     assert "zero-bubble" in (refused[1].refused or "")
+    statistics = only(verify(models.BatchNorm, "fsdp2")).refused
+    assert statistics is not None and "'model.1' is a BatchNorm1d: it takes its statistics from this rank's rows only" in statistics
 
 
 # ---- what cannot be proven -----------------------------------------------------------------------------------------------------------
