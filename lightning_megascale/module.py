@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +24,7 @@ from lightning_megascale.models.decoder import Decoder
 from lightning_megascale.models.generation import generate, logits_of
 from lightning_megascale.models.presets import PRESETS
 from lightning_megascale.optim import build_optimizer, build_scheduler, check_arguments, schedule_function
-from lightning_megascale.parallel.init import materialize
+from lightning_megascale.parallel.init import check_materializable, materialize
 
 IGNORED = -100  # label that does not count, as in Hugging Face's batches and torch's cross-entropy
 MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask")
@@ -82,13 +82,23 @@ class MegascaleModule(pl.LightningModule):
         if self.model is not None:
             return
         if self._config is None:
-            self.model = self._build()  # type: ignore[operator, misc]
+            self.model = self._build_for_strategy()
             return
         device = torch.get_default_device()
         with torch.device("meta"):
             self.model = Decoder(self._config)
         if not self._sums_losses() and device.type != "meta":
             materialize(self.model, device, _seed())
+
+    def _build_for_strategy(self) -> nn.Module:
+        """What the function makes, on the meta device where the strategy brings the weights and can draw what they lack."""
+        build = cast(Callable[[], nn.Module], self._build)
+        if self._trainer is not None and getattr(self._trainer.strategy, "init_from", None) is not None:
+            with torch.device("meta"):
+                model = build()
+            if not check_materializable(model):
+                return model
+        return build()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own forward."""

@@ -21,8 +21,9 @@ USAGE = """megascale checkpoint VERB PATH ...
   list PATH                     the checkpoints in a folder and below it
   check PATH                    reads everything once: complete, every tensor readable
   reshard PATH OUT [ranks=N]    one of our folders rewritten with whole tensors in N files (default 1)
-  export PATH [OUT] [format=ckpt|safetensors] [shard_gb=5] [prefix=model.] [trust=false]
-                                ckpt: one file for load_from_checkpoint; safetensors: Hugging Face's layout.
+  export PATH [OUT] [format=ckpt|safetensors] [shard_gb=5] [prefix=model.] [dtype=bfloat16] [tokenizer=DIR] [config=DIR] [trust=false]
+                                ckpt: one file for load_from_checkpoint; safetensors: Hugging Face's folder, which from_pretrained reads
+                                when the model is of transformers (config and tokenizer come with it, or from the folders given).
                                 trust=true unpickles hyper-parameters of own classes (this can run code of the file)"""
 
 
@@ -172,6 +173,9 @@ def _export(
     format: str = "ckpt",
     shard_gb: str = "5",
     prefix: str | None = None,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    config: str | None = None,
     trust: str = "false",
 ) -> int:
     from lightning_megascale.strategies.checkpoint import export
@@ -183,6 +187,9 @@ def _export(
         shard_bytes=int(_number("shard_gb", shard_gb, float) * 10**9),
         prefix=prefix,
         weights_only=_choice("trust", trust, {"false": None, "true": False}),
+        dtype=dtype,
+        tokenizer=tokenizer,
+        config=config,
     )
     for file in written:
         console.print(f"{file}  {_size(file.stat().st_size)}", highlight=False, markup=False, soft_wrap=True)
@@ -193,5 +200,5 @@ _VERBS: dict[str, tuple[Callable[..., int], tuple[str, ...], tuple[str, ...]]] =
     "list": (_list, ("PATH",), ()),
     "check": (_check, ("PATH",), ()),
     "reshard": (_reshard, ("PATH", "OUT"), ("ranks",)),
-    "export": (_export, ("PATH", "out"), ("format", "shard_gb", "prefix", "trust")),
+    "export": (_export, ("PATH", "out"), ("format", "shard_gb", "prefix", "dtype", "tokenizer", "config", "trust")),
 }

@@ -106,6 +106,7 @@ class TrainConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     resume: str = "auto"  # auto, never, or a checkpoint's path
+    init_from: Any = None  # first weights: a Hugging Face folder or hub name, an export, a checkpoint; or {module name: one of these}
     seed: int = 0
     batch: BatchConfig = field(default_factory=BatchConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)  # type: ignore[valid-type]

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_megascale import commit_record
 from lightning_megascale.cli.errors import UserError, nearest
 
-_IDENTITY = ("model", "optim", "data", "seed", "batch.global_size", "batch.sequence_length")
+_IDENTITY = ("model", "optim", "data", "seed", "init_from", "batch.global_size", "batch.sequence_length")
 _NEUTRAL = ("data.cache_dir", "data.num_workers", "data.batch_size")  # where and how data is read, not which
 _LENGTH = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "trainer.limit_train_batches", "trainer.overfit_batches")
 _CONFIG, _FINISHED, _EARLIER, _LOCK = "config.json", "finished.json", "earlier", "run.lock"
@@ -161,7 +161,10 @@ def _select(options: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     def chosen(name: str) -> bool:
         return name not in _NEUTRAL and any(name == key or name.startswith(key + ".") for key in keys)
 
-    return {name: value for name, value in flatten(options).items() if chosen(name)}
+    flat = flatten(options)
+    if flat.get("init_from") is None:  # as in runs from before there was such a key
+        flat.pop("init_from", None)
+    return {name: value for name, value in flat.items() if chosen(name)}
 
 
 def _refuse_other_run(saved: dict[str, Any], options: dict[str, Any], folder: Path) -> None:

@@ -99,6 +99,7 @@ def header(ready: Prepared, start: resume.Start) -> str:
         ("model", what),
         ("ranks", f"{ranks} x {device}, plan {ready.plan.summary()}"),
         ("batch", f"{ready.batch}, {options['batch']['sequence_length']} tokens each"),
+        *([("from", f"weights of {options['init_from']}")] if options["init_from"] and not start.checkpoint else []),
         ("run", f"{options['run']['dir']}" + (f", resumes from {start.checkpoint}" if start.checkpoint else "")),
     ]
     return "\n".join(f"{name:<7}{text}" for name, text in rows)
@@ -162,7 +163,7 @@ def build_trainer(ready: Prepared) -> Any:
     if settings["enable_progress_bar"] is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     local = launch.local_world_size()
-    strategy = MegascaleStrategy(plan=ready.plan)
+    strategy = MegascaleStrategy(plan=ready.plan, init_from=options["init_from"])
     logger = build(options["logger"], "logger") or False
     try:
         return pl.Trainer(

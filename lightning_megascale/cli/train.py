@@ -115,6 +115,8 @@ def _run(cfg: DictConfig) -> None:
     with resume.claim(ready.options["run"]["dir"]) if launch.rank() == 0 else nullcontext():
         start = resume.decide(ready.options)
         if start.finished is None:
+            if start.checkpoint is None:
+                values.check_init_from(ready.options["init_from"])
             check(ready.options, ranks)
             start_ranks(ready, ranks)
         elif launch.rank() == 0:

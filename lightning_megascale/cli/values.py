@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import netrc
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_megascale.cli.errors import UserError, nearest
 _NUMBERS = {"int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "None": "null"}
 _START_METHODS = ("forkserver", "spawn")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # organization/name, perhaps of a revision
 
 
 def check_values(options: Mapping[str, Any]) -> None:
@@ -43,6 +45,25 @@ def check_values(options: Mapping[str, Any]) -> None:
     hint = nearest(resume, ("auto", "never"))
     if resume not in ("auto", "never") and hint and not os.path.exists(resume):
         wrong.append(f"resume={resume}: there is no such checkpoint{hint} (resume is auto, never, or a checkpoint's path)")
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def check_init_from(value: Any) -> None:
+    """Each path exists, or is a name of the hub. What is in it is read, and judged, by the ranks.
+
+    Raises:
+        UserError: naming those that are neither.
+    """
+    named = {f".{name}": path for name, path in value.items()} if isinstance(value, Mapping) else {} if value is None else {"": value}
+    wrong = []
+    for name, path in named.items():
+        where = Path(str(path)).expanduser()
+        if not isinstance(path, str) or not path:
+            wrong.append(f"init_from{name}={path}: must be a path, such as a Hugging Face folder, or a name of its hub")
+        elif not where.exists() and not _HUB_NAME.fullmatch(path):
+            near = nearest(str(where), [str(other) for other in where.parent.glob("*")] if where.parent.is_dir() else [])
+            wrong.append(f"init_from{name}={path}: there is no such file or folder{near}")
     if wrong:
         raise UserError("\n".join(wrong))
 

@@ -5,7 +5,7 @@ One module at a time is whole in memory, so a model of any size can be built on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -189,10 +189,14 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     return part
 
 
-def same_on_all_ranks(model: nn.Module, device: torch.device) -> bool:
-    """True when every plain parameter and buffer has the same value on all ranks (compared by two sums and the ends)."""
+def same_on_all_ranks(model: nn.Module, device: torch.device, but: Container[int] = ()) -> bool:
+    """True when every plain parameter and buffer has the same value on all ranks (compared by two sums and the ends).
+
+    Args:
+        but: ids of those that do not matter.
+    """
     sums = []
-    for tensor in _plain_tensors(model):
+    for tensor in _plain_tensors(model, but):
         value = tensor.detach().flatten().double().nan_to_num()
         sums += [value.sum(), value.abs().sum(), value[0], value[-1]] if value.numel() else []
     mine = torch.stack([value.to(device) for value in sums]) if sums else torch.zeros(1, dtype=torch.float64, device=device)
@@ -202,15 +206,15 @@ def same_on_all_ranks(model: nn.Module, device: torch.device) -> bool:
     return bool(torch.equal(low, high))
 
 
-def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
-    """Gives every rank the plain parameters and buffers of rank 0, one tensor at a time."""
+def broadcast_from_first(model: nn.Module, device: torch.device, but: Container[int] = ()) -> None:
+    """Gives every rank the plain parameters and buffers of rank 0, one tensor at a time, without those of the ids in ``but``."""
     with torch.no_grad():
-        for tensor in _plain_tensors(model):
+        for tensor in _plain_tensors(model, but):
             moved = tensor.detach().to(device).contiguous()
             dist.broadcast(moved, 0)
             tensor.copy_(moved)
 
 
-def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+def _plain_tensors(model: nn.Module, but: Container[int]) -> list[torch.Tensor]:
     tensors = (*model.parameters(), *model.buffers())
-    return [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
+    return [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta and id(tensor) not in but]

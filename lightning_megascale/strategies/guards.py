@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
@@ -13,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -21,23 +18,13 @@ from torch.utils._pytree import tree_leaves
 from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, rows_of
 from lightning_megascale.parallel.rng import derive_seed
 from lightning_megascale.plan import ParallelPlan
+from lightning_megascale.strategies.habits import refused_habits
 
 
 def raise_all(wrong: list[str], what: str) -> None:
     """One ValueError for all messages."""
     if wrong:
         raise ValueError(f"{what} cannot be parallelized as asked:\n" + "\n".join(f"  - {message}" for message in wrong))
-
-
-def plan_from(values: Mapping[str, Any], strategy: type) -> ParallelPlan:
-    """A plan from the strategy's keyword arguments; a wrong name gets the nearest of plan and strategy."""
-    known = [field.name for field in fields(ParallelPlan)]
-    others = [name for name in inspect.signature(strategy.__init__).parameters if name not in ("self", "sizes")]  # type: ignore[misc]
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known + others, 1, cutoff=0.3)
-            raise ValueError(f"MegascaleStrategy has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    return ParallelPlan(**values)
 
 
 def check_values(plan: ParallelPlan) -> None:
@@ -58,11 +45,8 @@ def refuse_notebook(cluster_environment: Any) -> None:
 
 def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
     """Trainer options that contradict the plan."""
-    wrong = []
     strategy = module.trainer.strategy
-    for callback in cast(Any, module.trainer).callbacks:
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            wrong.append(f"callback {type(callback).__name__} averages whole copies of the module, which sharded parameters do not allow")
+    wrong = refused_habits(module.trainer, plan)
     if getattr(strategy, "_layer_sync", None) is not None:
         wrong.append("sync_batchnorm=True: batch norm over sharded ranks is proven by no test; use group, layer or RMS norm")
     if strategy.root_device.type not in ("cpu", "cuda"):
@@ -80,19 +64,35 @@ def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
     raise_all(wrong, type(module).__name__)
 
 
+_ABOUT_SHARDS = ("mixed torch.Tensor and DTensor", "must have the same mesh", "different meshes", "cross-mesh", "cross mesh")
+
+
 @contextmanager
-def explained() -> Iterator[None]:
-    """Says what torch's "mixed torch.Tensor and DTensor" means to somebody who knows of no DTensor."""
+def explained(remedy: str) -> Iterator[None]:
+    """Says what torch's complaints about DTensors mean to somebody who knows of none.
+
+    Args:
+        remedy: what to do about it in this place.
+    """
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
+        if not any(part in str(error) for part in _ABOUT_SHARDS):
             raise
-        raise RuntimeError(
-            "training_step touched a sharded parameter outside of its module's forward: part of the model was called apart (such as "
-            "self.model.head(x) in place of self.model(x)), or a parameter was used as a tensor (such as an L2 term on self.parameters()). "
-            "Move that into the forward of the parallelized module, or make the part a child of the LightningModule of its own"
-        ) from error
+        raise RuntimeError(remedy) from error
+
+
+IN_STEP = (
+    "training_step touched a sharded parameter outside of its module's forward: part of the model was called apart (such as "
+    "self.model.head(x) in place of self.model(x)), or a parameter was used as a tensor (such as an L2 term on self.parameters()). "
+    "Move that into the forward of the parallelized module, or make the part a child of the LightningModule of its own"
+)
+IN_HOOK = (
+    "a hook between backward and the optimizer's step put parameters or gradients together that are sharded in different ways (such as "
+    "torch.nn.utils.clip_grad_norm_ over all parameters, or a sum of their norms). Clip with Trainer(gradient_clip_val=...) or "
+    "self.clip_gradients(...), read the norm as strategy.grad_norm or with lightning.pytorch.utilities.grad_norm, and make a tensor whole "
+    "with .full_tensor(), on all ranks"
+)
 
 
 def check_rows(batch: Any, plan: ParallelPlan) -> None:
@@ -185,6 +185,52 @@ def check_gradients(module: pl.LightningModule, parameters: Iterable[nn.Paramete
     hooked = [name for name, parameter in trainable if parameter._backward_hooks]
     if hooked:
         raise ValueError(f"{', '.join(hooked[:8])}: {HOOKS}")
+
+
+def check_buffers(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """After a step: a buffer that follows the rows of a rank differs between ranks, and a checkpoint would keep that of one.
+
+    Args:
+        module: the LightningModule.
+        group: ranks that count other rows; None for one.
+        device: where the comparison lies.
+    """
+    plain = {name: buffer for name, buffer in module.named_buffers() if not isinstance(buffer, DTensor) and not buffer.is_complex()}
+    buffers = {name: buffer.detach().double() for name, buffer in plain.items() if buffer.numel()}
+    if group is None or not buffers:
+        return
+    mine = torch.stack([torch.stack([b.nan_to_num().sum(), b.nan_to_num().abs().sum()]).to(device) for b in buffers.values()])
+    largest, least = mine.clone(), mine.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    differs = ((largest - least) > 1e-6 * largest[:, 1:]).any(dim=1).tolist()
+    names = [name for name, wrong in zip(buffers, differs) if wrong]
+    if names:
+        raise ValueError(
+            f"{', '.join(names[:8])}: a buffer that training changes, and by each rank's own rows (a running statistic, a codebook), so "
+            "ranks compute with different ones: compute it from everybody's rows, self.all_gather(x) or strategy.reduce(x)"
+        )
+
+
+def refuse_unfreezing(module: nn.Module, trainable: Collection[str], copies: Collection[int], on_any_stage: Callable[[bool], bool]) -> None:
+    """A pipeline's stages know from its start which of them gradients reach. Collective; raises on all ranks.
+
+    Args:
+        module: the LightningModule.
+        trainable: names of its trainable parameters when it was cut.
+        copies: ids of the second copies of tied parameters, whose names are not among them.
+        on_any_stage: whether something is true on any rank.
+    """
+    own = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in copies]
+    changed = [name for name, parameter in own if parameter.requires_grad != (name in trainable)]
+    if on_any_stage(bool(changed)):
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, changed[:8])
+        names = ", ".join(dict.fromkeys(name for some in everyone for name in some))
+        raise ValueError(
+            f"{names}: frozen or unfrozen since the fit began, and a pipeline is built for what trains then: set requires_grad before "
+            "trainer.fit and start a new one from a checkpoint, or use pipeline_parallel_size=1"
+        )
 
 
 HOOKS = (

@@ -28,16 +28,16 @@ class Saving(Ranks):
     plan: ParallelPlan
     _done: Parallelized | None = None
     _module_name: str
-    _init_from: InitFrom | None = None
+    init_from: InitFrom | None = None
 
     def open_pretrained(self) -> Pretrained | None:
         """The weights of ``init_from``, matched with the module while it is whole; None without, and on a resume, which brings its own."""
         assert self.lightning_module is not None
-        if self._init_from is None or _resumes():
+        if self.init_from is None or _resumes():
             return None
         name, _ = target_of(self.lightning_module, self._module_name)
         return open_pretrained(
-            self._init_from,
+            self.init_from,
             self.lightning_module,
             name,
             strict=self.lightning_module.strict_loading,
@@ -52,7 +52,7 @@ class Saving(Ranks):
         assert self.lightning_module is not None
         shapes = None if self._done is None or self._done.pipeline is None else self._done.shapes
         size = pretrained.fill(self.lightning_module, shapes)
-        rank_zero_info(f"init_from: weights of {self._init_from}" + (f", {size / 2**20:,.0f} MiB of them on rank 0" if size else ""))
+        rank_zero_info(f"init_from: weights of {self.init_from}" + (f", {size / 2**20:,.0f} MiB of them on rank 0" if size else ""))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

@@ -36,6 +36,7 @@ class StepNumbers:
         self._batch: Any = None
         self._loss: torch.Tensor | None = None
         self._checked = self._batch_checked = False
+        self._steps = 0
         self._backwards = 0
         self._auxiliary = MicrobatchWeight()
         self._remaining: dict[int, tuple[int, Remaining, list[torch.nn.Parameter]]] = {}
@@ -92,10 +93,12 @@ class StepNumbers:
             module, optimizer: whose gradients are finished.
             partial: ids of parameters whose gradients are parts of a sum over the tensor-parallel axis.
         """
-        over, parameters = self._remaining_of(optimizer, partial)
+        over, parameters = self._remaining_of(optimizer, [p for group in optimizer.param_groups for p in group["params"]], partial)
+        self._steps += 1
+        if self._steps <= 2:  # what hooks after the first step changed is seen in the second
+            guards.check_buffers(module, self._group, self._device)
         if not module.automatic_optimization:
             guards.check_manual_backward(self._backwards)
-            reduce_remaining(over, parameters, self._views)
             return
         if not self._checked:
             guards.check_gradients(module, parameters)
@@ -106,17 +109,39 @@ class StepNumbers:
         self.scale.note(Agreement(derive_seed(used) % 2**20, rates))
         self.scale.finish([parameter.grad for parameter in parameters if parameter.grad is not None], self._group)
 
+    def set_aside(self, module: pl.LightningModule, partial: set[int]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Before a manual backward: gradients that earlier ones have completed, of parameters whose sums no unit's reduction covers.
+
+        Args:
+            module, partial: as in ``finish``.
+        """
+        over, _ = self._remaining_of(module, list(module.parameters()), partial)
+        kept = [(p, p.grad) for p in {*over.tensor, *over.loss, *over.replicate} if p.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
+        return kept
+
+    def complete(self, module: pl.LightningModule, partial: set[int], kept: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+        """After a manual backward: its open sums are carried out and added to what was set aside, so that clipping sees the gradients of
+        one device."""
+        over, parameters = self._remaining_of(module, list(module.parameters()), partial)
+        reduce_remaining(over, parameters, self._views)
+        with torch.no_grad():
+            for parameter, gradient in kept:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
     def settle(self) -> None:
         """At the end of a fit: the checks that run one step behind."""
         self.scale.settle(self._group, self._device)
 
-    def _remaining_of(self, optimizer: Optimizer, partial: set[int]) -> tuple[Remaining, list[torch.nn.Parameter]]:
-        """The optimizer's parameters and the sums they still need; looked up again when parameters were added."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known = self._remaining.get(id(optimizer))
+    def _remaining_of(
+        self, owner: object, parameters: list[torch.nn.Parameter], partial: set[int]
+    ) -> tuple[Remaining, list[torch.nn.Parameter]]:
+        """The parameters of an optimizer or a module, and the sums they still need; looked up again when parameters were added."""
+        known = self._remaining.get(id(owner))
         if known is None or known[0] != len(parameters):
             known = (len(parameters), remaining(parameters, partial, self._views), parameters)
-            self._remaining[id(optimizer)] = known
+            self._remaining[id(owner)] = known
         return known[1], known[2]
 
     def _weigh(self, module: pl.LightningModule, batch: Any) -> Weights | None:

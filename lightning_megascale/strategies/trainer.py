@@ -31,12 +31,15 @@ from lightning_megascale.parallel.rng import seed_microbatch
 from lightning_megascale.parallel.tied import broadcast_tied, sum_tied_gradients
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
 from lightning_megascale.strategies import guards, pipeline_guards
-from lightning_megascale.strategies.checkpoint.pretrained import InitFrom, Pretrained
 from lightning_megascale.strategies.arguments import plan_from, shows_fields_of_a_plan
+from lightning_megascale.strategies.checkpoint.pretrained import InitFrom, Pretrained
+from lightning_megascale.strategies.habits import give_finder_the_step_loss
 from lightning_megascale.strategies.pipeline_steps import PipelineSteps
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
 from lightning_megascale.strategies.saving import Saving
+from lightning_megascale.strategies.sharded_values import answer_grad_norm, forget_grad_norm, log_whole_values, prepare_tensors
 from lightning_megascale.strategies.steps import StepNumbers, drop_parameters
+from lightning_megascale.strategies.summary import keep_whole_summary
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class MegascaleStrategy(Saving):
             save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend, timeout=timeout
         )
         self._module_name, self._layout, self._placement = module, layout, placement
-        self._init_from = init_from
+        self.init_from = init_from
         self._seed = 0
         self._numbers: StepNumbers | None = None
         self._finishing: Optimizer | None = None
@@ -141,8 +144,10 @@ class MegascaleStrategy(Saving):
     # ---- the model -----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.model is not None and self.accelerator is not None
+        assert self.model is not None and self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        prepare_tensors()
+        keep_whole_summary(trainer, self.lightning_module, runs_example=self.plan.model_parallel_size == 1)
         self._use_no_grad_for_evaluation(trainer)
         plugin, param_dtype = for_sharded_model(self.precision_plugin)
         self.precision_plugin = plugin
@@ -150,6 +155,8 @@ class MegascaleStrategy(Saving):
         self._parallelize(param_dtype)
         self._open_pipeline(None if param_dtype is None else torch.float32)
         self._set_metric_groups()
+        log_whole_values(trainer, self.lightning_module)
+        answer_grad_norm(self)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self._numbers = StepNumbers(self.plan, self.mesh_views, self.root_device)
@@ -192,9 +199,10 @@ class MegascaleStrategy(Saving):
         layout = find_layout(target, self._layout, tensor_parallel=self.plan.tensor_parallel_size > 1)
         piped = pipeline_guards.check_module(module, target) if self.plan.pipeline_parallel_size > 1 else []
         guards.raise_all(piped or check_model(module, target, self.plan, layout), type(module).__name__)
-        if not on_meta(module) and not same_on_all_ranks(module, self.root_device):
+        filled = {id(tensor) for tensor in pretrained.filled(module)} if pretrained is not None else set()
+        if not on_meta(module) and not same_on_all_ranks(module, self.root_device, filled):
             rank_zero_info("ranks built different first values (no seed_everything?): all take those of rank 0")
-            broadcast_from_first(module, self.root_device)
+            broadcast_from_first(module, self.root_device, filled)
         reduce_dtype = reduction_dtype(module, param_dtype, self.plan.reduce_dtype)
         self._done = parallelize(module, target, self.plan, self.mesh_views, layout, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         if pretrained is not None:
@@ -234,6 +242,8 @@ class MegascaleStrategy(Saving):
     def teardown(self) -> None:
         if self.lightning_module is not None:
             self.lightning_module.trainer.fit_loop.epoch_loop.automatic_optimization.__dict__.pop("_make_zero_grad_fn", None)
+            self.lightning_module.__dict__.pop("log", None)
+        forget_grad_norm()
         super().teardown()
 
     def _spread_of_parameters(self) -> tuple[Any, Any]:
@@ -287,7 +297,7 @@ class MegascaleStrategy(Saving):
             return self._pipelined_step(self._pipeline, number, batch, args[1:])
         seed_microbatch(self._seed, number, self.data_parallel_rank)
         self.numbers.before_forward(batch)
-        with guards.explained():
+        with guards.explained(guards.IN_STEP):
             output = super().training_step(*args, **kwargs)
         return self.numbers.after_forward(module, output)
 
@@ -295,8 +305,10 @@ class MegascaleStrategy(Saving):
         """Forward and backward of all microbatches at once: Lightning's order, zeroing between the two, would wipe the gradients."""
         module = self.lightning_module
         assert module is not None
+        if module.trainer.fit_loop.epoch_loop.batch_idx == 0 and self._done is not None:
+            guards.refuse_unfreezing(module, self._done.trainable, self._done.copies, self.on_any_stage)
         self._zero_early(module)
-        with self.precision_plugin.train_step_context(), guards.explained():
+        with self.precision_plugin.train_step_context(), guards.explained(guards.IN_STEP):
             loss, sums = pipeline.train(module.training_step, batch, rest, number)
         self.numbers.scale.add_row(sums)
         return {"loss": loss}
@@ -340,10 +352,14 @@ class MegascaleStrategy(Saving):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        partial = set() if self._done is None else self._done.partial
+        kept = [] if module.automatic_optimization else self.numbers.set_aside(module, partial)
         if self._pipeline is None:
             self.precision_plugin.backward(self.numbers.before_backward(module, closure_loss), module, optimizer, *args, **kwargs)
         if module.automatic_optimization:
             self._finish()  # here already, so that on_after_backward sees the gradients that one device would have
+        else:
+            self.numbers.complete(module, partial, kept)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -359,7 +375,8 @@ class MegascaleStrategy(Saving):
                 self._finish()
             return result
 
-        result = super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
+        with guards.explained(guards.IN_HOOK):
+            result = super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
         self._drop_whole_copies()
         return result
 
@@ -377,6 +394,8 @@ class MegascaleStrategy(Saving):
 
     def on_train_start(self) -> None:
         self._set_metric_groups()
+        assert self.lightning_module is not None
+        give_finder_the_step_loss(self.lightning_module.trainer, self)
 
     on_validation_start = on_test_start = on_train_start
 

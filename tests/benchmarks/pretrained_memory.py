@@ -1,9 +1,9 @@
 """Host memory of a rank while it loads, saves and exports a model of 1B parameters, against its share of them.
 
-Run: ``python -m tests.benchmarks.pretrained_memory [layers=14] [plans="fsdp2 x4,tp2 x fsdp2,pp2 x fsdp2"] [folder=DIR]``. Real gloo ranks on this
-machine, bfloat16 on disk and in memory, a Llama of random weights in a temporary folder (2.1 GB, removed at the end). Counted is VmHWM, the
-kernel's largest resident size, mapped files included, above what the process had before; ranks are forked, so imports are shared. The
-alternative is what a script does without ``init_from``: ``from_pretrained`` on every rank, then ``fully_shard``.
+Run: ``python -m tests.benchmarks.pretrained_memory [layers=14] [plans="fsdp2 x4,tp2 x fsdp2,pp2 x fsdp2"] [folder=DIR]``. Real gloo ranks
+on this machine, bfloat16 on disk and in memory, a Llama of random weights in a temporary folder (2.1 GB, removed at the end). Counted is
+VmHWM, the kernel's largest resident size, mapped files included, above what the process had before; ranks are forked, so imports are
+shared. The alternative is what a script does without ``init_from``: ``from_pretrained`` on every rank, then ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,14 @@ MIB = 2**20
 
 def config_of(layers: int) -> transformers.LlamaConfig:
     return transformers.LlamaConfig(
-        vocab_size=32_000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=16,
+        vocab_size=32_000,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
         max_position_embeddings=2048,
-    )  # fmt: skip
+    )
 
 
 def on_meta(layers: int) -> torch.nn.Module:
@@ -113,9 +118,15 @@ def ours(folder: str, layers: int, checkpoint: str, arguments: dict[str, Any]) -
     """(bytes of this rank's parameters, growth while loading, growth while saving)."""
     module = Tuned(layers)
     trainer = L.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=MegascaleStrategy(init_from=folder, **arguments), max_steps=0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=MegascaleStrategy(init_from=folder, **arguments),
+        max_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     loading = grown(lambda: trainer.fit(module, DataLoader([{"input_ids": torch.zeros(8, dtype=torch.long)}] * 8)))
     saving = grown(lambda: trainer.save_checkpoint(checkpoint))
     return local_bytes(module), loading, saving

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
-import struct
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +20,12 @@ from torch.utils import _pytree as pytree
 
 from lightning_megascale.strategies.checkpoint import files
 from lightning_megascale.strategies.checkpoint.archive import Archive, open_archive
+from lightning_megascale.strategies.checkpoint.exporting_safetensors import write_safetensors
+from lightning_megascale.strategies.checkpoint.huggingface import MODELS, TOKENIZER
 
 FORMATS = ("ckpt", "safetensors")
 # What load_from_checkpoint reads beside the weights, for the module and for a datamodule.
 _KEPT = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "hparams_name", "hparams_type")
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def export(
@@ -52,8 +36,14 @@ def export(
     shard_bytes: int = 5 * 10**9,
     prefix: str | None = None,
     weights_only: bool | None = None,
+    dtype: torch.dtype | str | None = None,
+    tokenizer: str | os.PathLike | None = None,
+    config: str | os.PathLike | None = None,
 ) -> list[Path]:
     """Writes the weights of a checkpoint for other programs. No process group; host memory stays near the largest tensor.
+
+    A run whose model is of transformers becomes a folder that ``from_pretrained`` reads: Hugging Face's names and layouts (an expert by
+    itself), tied weights once, ``config.json``, ``generation_config.json``, and the tokenizer that module or datamodule had.
 
     Args:
         path: anything ``load`` reads.
@@ -62,8 +52,12 @@ def export(
         format: "ckpt": one file for ``LightningModule.load_from_checkpoint`` (weights, hyper-parameters, version). "safetensors": Hugging
             Face's layout, ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``.
         shard_bytes: most bytes of tensors in one safetensors file, unless one tensor is larger.
-        prefix: safetensors only: what to strip from the names, such as "model."; None: the first part that all names share; "": nothing.
+        prefix: safetensors only: what to strip from the names, such as "model."; None: that of the Hugging Face model, else the first part
+            that all names share; "": nothing, and names stay as they are.
         weights_only: as in ``torch.load``, for the hyper-parameters.
+        dtype: safetensors only: of the floating-point tensors written, such as ``torch.bfloat16`` or "bfloat16"; None: as they are.
+        tokenizer: safetensors only: a folder whose tokenizer files are copied, in place of those kept in the checkpoint.
+        config: safetensors only: a folder with the ``config.json`` of the model, for a checkpoint that has kept none.
 
     Returns:
         The files written.
@@ -75,6 +69,9 @@ def export(
         raise ValueError(f"format={format!r}: formats are {', '.join(FORMATS)}")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}: must be at least 1")
+    given = [name for name, value in (("dtype", dtype), ("tokenizer", tokenizer), ("config", config)) if value is not None]
+    if given and format != "safetensors":
+        raise ValueError(f"{', '.join(given)}: only format=safetensors takes it; a ckpt keeps the weights as they are")
     files.check_sizes(files.locate(path))
     archive = open_archive(path, weights_only, metadata=format == "ckpt")
     if not archive.model:
@@ -86,11 +83,18 @@ def export(
             _write_ckpt(archive, temporary)
             names = [""]
         else:
-            names = _write_safetensors(archive, temporary, shard_bytes, prefix)
+            names = write_safetensors(archive, temporary, shard_bytes, prefix, _floating(dtype), tokenizer, config)
         os.rename(temporary, target)
     finally:
         files.remove(temporary)
     return [target / name if name else target for name in names]
+
+
+def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype={dtype}: must be a floating-point dtype, such as bfloat16, float16 or float32")
+    return found
 
 
 def reshard_checkpoint(path: str | os.PathLike, out: str | os.PathLike, ranks: int = 1) -> Path:
@@ -119,6 +123,9 @@ def reshard_checkpoint(path: str | os.PathLike, out: str | os.PathLike, ranks: i
             dcp.save(wanted, storage_writer=writer, planner=_StreamingPlanner(archive), no_dist=True)
         for file in [archive.path / files.META, *archive.path.glob("part_*.pt"), *archive.path.glob("loader_*.pt")]:
             shutil.copy2(file, temporary / file.name)
+        for folder in (archive.path / MODELS, archive.path / TOKENIZER):
+            if folder.is_dir():
+                shutil.copytree(folder, temporary / folder.name)
         old = files.read_manifest(archive.path) or {}
         files.write_manifest(temporary, {key: value for key, value in old.items() if key not in ("format", "files")})
         os.rename(temporary, target)
@@ -198,69 +205,5 @@ def _write_ckpt(archive: Archive, path: Path) -> None:
             if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):  # inside hyper-parameters or module objects
                 file.seek(fake.untyped_storage()._checkpoint_offset)
                 file.write(_bytes(tensor.new_empty(0).set_(tensor.untyped_storage())))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_safetensors(archive: Archive, folder: Path, shard_bytes: int, prefix: str | None) -> list[str]:
-    odd = {str(archive.sizes[key][1]) for key in archive.model.values() if archive.sizes[key][1] not in _SAFETENSORS_DTYPES}
-    if odd:
-        raise ValueError(f"safetensors has no dtype for {', '.join(sorted(odd))}; use format=ckpt")
-    names = _strip(list(archive.model), prefix)
-    shards = list(_shards(archive, shard_bytes))
-    folder.mkdir()
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_one(archive, folder / file_name, shard, names)
-        weight_map.update({names[name]: file_name for name in shard})
-    total = sum(_size(archive, name) for name in archive.model)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return [*sorted(set(weight_map.values())), "model.safetensors.index.json"]
-
-
-def _size(archive: Archive, name: str) -> int:
-    size, dtype = archive.sizes[archive.model[name]]
-    return prod(size) * dtype.itemsize
-
-
-def _shards(archive: Archive, shard_bytes: int) -> Iterator[list[str]]:
-    shard: list[str] = []
-    filled = 0
-    for name in archive.model:
-        size = _size(archive, name)
-        if shard and filled + size > shard_bytes:
-            yield shard
-            shard, filled = [], 0
-        shard.append(name)
-        filled += size
-    yield shard
-
-
-def _strip(names: Sequence[str], prefix: str | None) -> dict[str, str]:
-    if prefix is None:
-        first = {name.split(".")[0] for name in names}
-        prefix = f"{first.pop()}." if len(first) == 1 and all("." in name for name in names) else ""
-    elif prefix and not any(name.startswith(prefix) for name in names):
-        raise ValueError(f"prefix={prefix!r}: no name starts with it; names are {', '.join(names[:3])}, ...")
-    return {name: name.removeprefix(prefix) for name in names}
-
-
-def _write_one(archive: Archive, path: Path, shard: Sequence[str], names: dict[str, str]) -> None:
-    """Source: safetensors' format: 8 bytes little-endian length, a JSON header of that length, the tensors without gaps."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in shard:
-        size, dtype = archive.sizes[archive.model[name]]
-        end = offset + _size(archive, name)
-        header[names[name]] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(size), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in shard:
-            file.write(_bytes(archive.read(archive.model[name])))
         file.flush()
         os.fsync(file.fileno())

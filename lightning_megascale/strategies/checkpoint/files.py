@@ -1,11 +1,13 @@
 """The files of a checkpoint on the disk: names, what is complete, replacing one by another. No ranks.
 
-Our folder is a torch.distributed.checkpoint (DCP) folder with four more kinds of files::
+Our folder is a torch.distributed.checkpoint (DCP) folder with more kinds of files::
 
     .metadata, __{rank}_{n}.distcp   DCP: model tensors under canonical names, optimizer.{i}.state.{name}.{key}
     meta.pt                          Lightning's checkpoint dict without tensors of the model and the optimizers
     part_{k}.pt                      optimizer groups, tied names, other module state: one per kind of rank (several under pipelines)
     loader_{k}.pt                    loader states of data-parallel rank k, when loaders are stateful
+    huggingface/{module}/            config.json and generation_config.json of a model that has a Hugging Face config
+    tokenizer/                       the tokenizer of module or datamodule, when there is one
     megascale.json                   the commit record, written last: step, sizes of all files
 """
 
@@ -140,7 +142,7 @@ def write_pickled(content: Any, path: Path) -> None:
 
 def write_manifest(folder: Path, record: dict[str, Any]) -> None:
     """The commit record: what the folder holds, and the size in bytes of every file."""
-    files = {child.name: child.stat().st_size for child in sorted(folder.iterdir())}
+    files = {child.relative_to(folder).as_posix(): child.stat().st_size for child in sorted(folder.rglob("*")) if child.is_file()}
     with open(folder / MANIFEST, "w") as file:
         json.dump({"format": FORMAT, **record, "files": files}, file, indent=1)
         file.flush()

@@ -38,6 +38,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     scheduler_optimizers: Sequence[int] | None = None,
     shapes: Mapping[str, torch.Size] | None = None,
+    metadata: bool = True,
 ) -> dict[str, Any]:
     """Loads a checkpoint of any plan into the module and the optimizers as they are sharded now. Collective.
 
@@ -55,6 +56,7 @@ def load(
 
         shapes: names and shapes of the parameters of the whole module, in order, where this rank's module holds some of them (a pipeline);
             needed for files that number parameters.
+        metadata: False, for weights only: leaves Lightning's dict of a folder, which may hold foreign classes, and loader states alone.
 
     Returns:
         Lightning's dict without ``state_dict`` and ``optimizer_states``.
@@ -69,7 +71,7 @@ def load(
     what = f"checkpoint {target} was not loaded"
     with torch.no_grad():
         together(what, lambda: files.check_sizes(files.locate(target)) if rank_of(group) == 0 else None, group)
-        archive = together(what, lambda: open_archive(target, weights_only), group)
+        archive = together(what, lambda: open_archive(target, weights_only, metadata=metadata), group)
         reshard(module)
         state = model_state(module)
         _check_names(archive, state, strict, group)
@@ -86,12 +88,14 @@ def load(
             module.load_state_dict(rest, strict=False)
         for optimizer, plan in zip(inner, plans):
             restore_optimizer(optimizer, plan)
-    metadata = archive.metadata
+    found = archive.metadata
+    if not metadata:
+        return {}
     if archive.kind == "file":  # let go of the memory map: the file may be replaced while training goes on
-        metadata = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, metadata)
-    _restore_loaders(what, metadata, archive, data_parallel_rank, weights_only, group)
-    _restore_schedulers(metadata, archive, inner, plans, scheduler_optimizers)
-    return metadata
+        found = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, found)
+    _restore_loaders(what, found, archive, data_parallel_rank, weights_only, group)
+    _restore_schedulers(found, archive, inner, plans, scheduler_optimizers)
+    return found
 
 
 def _check_names(archive: Archive, state: ModelState, strict: bool, group: dist.ProcessGroup | None) -> None:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megascale.strategies.checkpoint import files
 from lightning_megascale.strategies.checkpoint.archive import OPTIMIZER_KEY
+from lightning_megascale.strategies.checkpoint.huggingface import write_descriptions
 from lightning_megascale.strategies.checkpoint.optimizer import optimizer_record, unwrap
 from lightning_megascale.strategies.checkpoint.state import model_state, parameter_names, reshard
 from lightning_megascale.strategies.checkpoint.together import broadcast, dcp_together, distributed, gather, rank_of, together
@@ -39,6 +40,7 @@ def save(
     data_parallel_rank: int = 0,
     is_first_of_data_rank: bool = True,
     tied: Sequence[Sequence[str]] = (),
+    tokenizers: Sequence[Any] = (),
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint folder. Collective.
@@ -53,6 +55,7 @@ def save(
         optimizers: torch's or Lightning's, in the order of ``configure_optimizers``.
         is_first_of_data_rank: True on the one rank that writes the loader states of its ``data_parallel_rank``.
         tied: groups of names that are one parameter, of which pipeline stages hold equal copies; saved as without a pipeline.
+        tokenizers: kept beside the weights, for an export; rank 0's, with its models' Hugging Face configs.
 
     Raises:
         ValueError: for what cannot be saved, naming it.
@@ -84,6 +87,7 @@ def save(
             if rank == 0:
                 _check_portable(meta)
                 files.write_pickled(meta, temporary / files.META)
+                write_descriptions(module, temporary, tokenizers)
 
         together(what, write_rest, group)
         together(what, lambda: _finish(temporary, path, checkpoint, written, group) if rank == 0 else None, group)
