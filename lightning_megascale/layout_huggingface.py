@@ -66,8 +66,9 @@ _LATENT = dict(
 )
 ATTENTIONS: dict[str, dict[str, list[str]]] = {"DeepseekV3Attention": _LATENT, "DeepseekV2Attention": _LATENT}
 
-# Arguments that an encoder before the language model takes: only the first pipeline stage has one.
-ENCODER_INPUTS = ("pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "input_features")
+# What an encoder before the language model reads: only the first pipeline stage has one. (Grids of images make positions too, so all stages
+# get them.)
+ENCODER_INPUTS = ("pixel_values", "pixel_values_videos", "input_features")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,10 @@ def _around(published: Published, main: str) -> tuple[list[str], list[str]]:
                 (last if seen else first).append(child.name)
 
     walk("")
-    return first, last
+    # two habits of registering modules out of the order of their calls; the first forward proves the order
+    early = [name for name in last if "emb" in name.rpartition(".")[2] and name.rpartition(".")[0] == main.rpartition(".")[0]]
+    late = [name for name in first if name.rpartition(".")[2].startswith("final")]
+    return [name for name in (*first, *early) if name not in late], [*late, *(name for name in last if name not in early)]
 
 
 def _within(name: str, owner: str) -> bool:

@@ -59,7 +59,7 @@ def test_an_encoder_before_the_language_model() -> None:
     assert layout.blocks == ("model.language_model.layers.*",)
     assert layout.units == ("model.vision_tower.encoder.layers.*",)
     assert layout.first == ("model.vision_tower", "model.multi_modal_projector", "model.language_model.embed_tokens")
-    assert layout.first_inputs == ("pixel_values", "image_sizes")
+    assert layout.first_inputs == ("pixel_values",)
 
 
 def test_two_lists_of_layers_make_no_pipeline() -> None:

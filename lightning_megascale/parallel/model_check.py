@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 
 from lightning_megascale.layout import ModelLayout, guess_layout
 from lightning_megascale.parallel.layouts import block_names, describe, is_published, roots_of, stage_count, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import unowned_parameters
 from lightning_megascale.parallel.pipeline_split import check_places, check_split
+from lightning_megascale.parallel.published_calls import check_call
 from lightning_megascale.plan import ParallelPlan
 
 _HUGGING_FACE_SEQUENCES = (
@@ -52,12 +55,8 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
         )
     wrong += _rank_dependent_modules(module) if int(plan.data_parallel_size) > 1 or plan.pipeline_parallel_size > 1 else []
     wrong += _hooked_parameters(module)
-    if is_published(model) and getattr(getattr(model, "config", None), "output_router_logits", False):
-        if plan.pipeline_parallel_size > 1 or int(plan.data_parallel_size) > 1:
-            wrong.append(
-                "config.output_router_logits=True adds a balance loss over the routers of all layers and over the rows of the batch, which "
-                "no rank sees whole under data or pipeline parallelism: set it to False, or use tensor parallelism alone"
-            )
+    wrong += _units(model, layout)
+    wrong += _published(model, plan) if is_published(model) else []
     if plan.activation_checkpointing == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
         wrong.append(
             "activation_checkpointing='selective' and the model's config.use_cache=True: the cache keeps what is recomputed; set "
@@ -66,6 +65,34 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
     if plan.pipeline_parallel_size > 1 and not wrong:
         wrong = _check_pipeline(model, plan, layout)
     return wrong or _shared_between_units(module, model, layout, pipelined=plan.pipeline_parallel_size > 1)
+
+
+def _units(model: nn.Module, layout: ModelLayout | None) -> list[str]:
+    """A message for every unit of FSDP2 that cannot be one."""
+    if layout is None or layout.unmatched([name for name, _ in model.named_modules()]):
+        return []
+    names = unit_names(model, layout)
+    lists = [name for name in names if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict))]
+    nested = [(name, other) for name in names for other in names if name.startswith(other + ".")]
+    wrong = [f"{name} is a list of layers, and layout.blocks and units name the layers: write {name + '.*'!r}" for name in lists]
+    return wrong + [
+        f"{name} is a unit inside {other}, which is one too: leave one of them out of layout.blocks and units" for name, other in nested[:1]
+    ]
+
+
+def _published(model: nn.Module, plan: ParallelPlan) -> list[str]:
+    """A message for every setting of a transformers model that contradicts the plan."""
+    wrong = []
+    try:
+        check_call(model, plan, {})
+    except ValueError as error:
+        wrong.append(str(error))
+    name, encodes = type(model).__name__, bool(getattr(model.config, "is_encoder_decoder", False))
+    if plan.label_alignment == "huggingface" and (encodes or name.endswith(("ForMaskedLM", "ForTokenClassification"))):
+        wrong.append(
+            f"label_alignment='huggingface': the loss of {name} does not shift labels, each stands at its own position: say 'aligned'"
+        )
+    return wrong
 
 
 def _check_pipeline(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
@@ -87,6 +114,12 @@ def _check_pipeline(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | 
         )
         return [message]
     wrong = layout.unmatched([name for name, _ in model.named_modules()])
+    takes = inspect.signature(model.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        unknown = [name for name in layout.first_inputs if name not in takes]
+        wrong += [
+            f"layout.first_inputs: {name!r} is no argument of {type(model).__name__}, which takes {', '.join(takes)}" for name in unknown
+        ]
     if not wrong:
         roles = layout.resolve([name for name, _ in model.named_modules()])
         wrong = check_places([*roles["first"], *roles["blocks"], *roles["last"]])

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.parallel.data import apply_data_parallel, sum_gradients, units_of
-from lightning_megascale.parallel.layouts import block_names, roots_of, stages_of, unit_names
+from lightning_megascale.parallel.layouts import block_names, is_published, roots_of, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import PassThrough, Pipeline, split_into_stages
+from lightning_megascale.parallel.published_calls import guard_calls
 from lightning_megascale.plan import ParallelPlan
 
 
@@ -118,6 +119,8 @@ def parallelize(
     )
     if proof is not None:
         proof.arm(target)
+    if is_published(target) and done.pipeline is None:
+        guard_calls(target, plan)
     prefix = next(name for name, child in module.named_modules() if child is target)
     done.blocks = tuple(".".join(filter(None, (prefix, name))) for name in names)
     parameters = dict(target.named_parameters(remove_duplicate=False))

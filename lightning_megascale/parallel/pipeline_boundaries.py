@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def _run_stage(
     if stage == len(pipeline.stages) - 1:
         return None, tuple_length, wrong
     wrong = _called_otherwise(stage, probes) or _changed_on_the_way_out(stage, probes, output, last) or wrong
+    wrong = wrong or _changed_between(chunk, probes, blocks)
     return None if wrong else Boundary(tuple(output.shape), output.dtype), tuple_length, wrong
 
 
@@ -185,6 +187,20 @@ def _changed_on_the_way_out(stage: int, probes: list[Probe], output: Any, last: 
         f"the model changes the hidden state after {last.name!r}, the last block of pipeline stage {stage}, outside of any "
         "module, which the pipeline would leave out or do twice: move it into a block, or choose another pipeline_split"
     )
+
+
+def _changed_between(chunk: Chunk, probes: list[Probe], blocks: frozenset[str]) -> str | None:
+    """What an encoder's inputs add between the layers of the first stage, later stages, which do not get them, would leave out."""
+    called = [probe for probe in probes if probe.name in blocks and probe.calls]
+    for one, other in pairwise(called if chunk.relay.is_first and chunk.first_inputs else []):
+        made = one.output[0] if isinstance(one.output, (tuple, list)) else one.output
+        if not (isinstance(other.received, Tensor) and isinstance(made, Tensor) and torch.equal(made, other.received)):
+            return (
+                f"the model changes the hidden state between {one.name!r} and {other.name!r}, as with features that an image adds to "
+                f"several layers: stages after the first are not given {', '.join(chunk.first_inputs)} and would leave that out. Use "
+                "pipeline_parallel_size=1 for this model"
+            )
+    return None
 
 
 def _depends_on_hidden(stage: int, runs: list[_Run], blocks: frozenset[str]) -> str | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_megascale.ops.tensor_parallel import TensorAxis, copied_to_parts, reduce_partial
+from lightning_megascale.parallel.tensor_styles import own_part
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class DealtExperts:
 def _own_experts(module: Any, count: int) -> Iterator[list[Tensor]]:
     """The module as one of ``count`` experts, with its parameters as plain local tensors."""
     kept, whole = dict(module._parameters), module.num_experts
-    local = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in kept.items() if value is not None}
+    local = {key: own_part(module, value) if isinstance(value, DTensor) else value for key, value in kept.items() if value is not None}
     module._parameters.update(local)
     module.num_experts, module._is_expert_parallel = count, True  # transformers' kernels then expect indices that mean no expert
     try:

@@ -11,7 +11,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -235,15 +235,21 @@ class DtypesSeen(TorchDispatchMode):
 # ---- isolation ---------------------------------------------------------------------------------------------------------------------
 
 
+arithmetic: list[Callable[[], AbstractContextManager]] = []
+"""Contexts that hold in an isolated run too: how a verification computes."""
+
+
 def isolated(function: Callable[[], _Result], device: torch.device) -> _Result:
     """Runs ``function`` in a thread of its own, where no autocast, checkpoint, saved-tensor hook or dispatch mode of the caller holds."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def run() -> _Result:
-        if stream is None:
-            return function()
-        torch.cuda.set_device(device)
-        with torch.cuda.stream(stream):
+        with ExitStack() as contexts:
+            for context in arithmetic:
+                contexts.enter_context(context())
+            if stream is not None:
+                torch.cuda.set_device(device)
+                contexts.enter_context(torch.cuda.stream(stream))
             return function()
 
     with ThreadPoolExecutor(1) as pool:

@@ -40,15 +40,30 @@ def _weight(module: Any) -> Tensor:
     if parts := module.__dict__.get("tp_parts"):
         weight = torch.cat([module.weight.narrow(int(transposed), start, size) for start, size in parts], int(transposed))
     else:
-        weight = module.weight.to_local()
+        weight = own_part(module, module.weight)
     return weight.t() if transposed else weight
+
+
+def own_part(module: Any, parameter: DTensor) -> Tensor:
+    """The local tensor of a parameter that FSDP2 has gathered.
+
+    Raises:
+        ValueError: while it is still sharded: the module was called apart from the forward that gathers, and would use other rows.
+    """
+    if not torch.compiler.is_compiling() and parameter.device_mesh.ndim > 1 and parameter.device_mesh.size() > module.tp.axis.size:
+        raise ValueError(
+            f"{type(module).__name__} of shape {tuple(parameter.shape)} was called outside of its model's forward (such as "
+            "self.model.embed(ids), or get_input_embeddings()), where its parameters are still sharded: call the whole model, or move the "
+            "call into its forward"
+        )
+    return parameter.to_local()
 
 
 def _bias(module: Any) -> Tensor | None:
     """This rank's part of the bias of a column-parallel linear."""
     if (parts := module.__dict__.get("tp_parts")) and module.bias is not None:
         return torch.cat([module.bias.narrow(0, start, size) for start, size in parts])
-    return module.bias.to_local() if isinstance(module.bias, DTensor) else None
+    return own_part(module, module.bias) if isinstance(module.bias, DTensor) else None
 
 
 # ---- columns -----------------------------------------------------------------------------------------------------------------------

@@ -123,6 +123,12 @@ def check_module(module: pl.LightningModule, target: nn.Module) -> list[str]:
             f"({children}) or in {name} itself: put them into one nn.Module, or name the one with MegascaleStrategy(module=...)"
         )
         return [*wrong, message]
+    if not any(child is target for child in module.children()):
+        path = next(key for key, child in module.named_modules() if child is target)
+        wrong.append(
+            f"module={path!r}: the pipelined module must be a child of {name} itself, for a module around it would run on every stage: "
+            "make it an attribute of the LightningModule"
+        )
     inside = {id(parameter) for parameter in target.parameters()}
     outside = [key for key, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in inside]
     if outside:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
+from lightning_megascale.parallel.layouts import is_published
 from lightning_megascale.parallel.loss_scale import Weights, rows_of, weigh, weighted
 from lightning_megascale.parallel.microbatches import first_rows, split_rows
 from lightning_megascale.parallel.mixin import become
@@ -28,6 +29,7 @@ from lightning_megascale.parallel.pipeline import Call, Pipeline
 from lightning_megascale.parallel.pipeline_boundaries import infer_boundaries
 from lightning_megascale.parallel.pipeline_functions import uses_parameters
 from lightning_megascale.parallel.pipeline_schedule import CallStage, build_schedule, reshard_stages, run_schedule
+from lightning_megascale.parallel.published_calls import check_call
 from lightning_megascale.parallel.rng import kept_generators, seed_stage, seed_step
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies import pipeline_guards as guards
@@ -219,6 +221,8 @@ class PipelineSteps:
                         work.step(part, *work.rest)
                         return _NotCalled()
                     except _Captured as captured:
+                        if is_published(self._model):
+                            check_call(self._model, self._plan, captured.call[1])
                         calls.append(captured.call)
         finally:
             self._switch.mode = None

@@ -23,7 +23,7 @@ from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import build_mesh, compatible_mesh
 from lightning_megascale.parallel.data import postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
-from lightning_megascale.parallel.layouts import find_layout, target_of
+from lightning_megascale.parallel.layouts import find_layout, is_published, target_of
 from lightning_megascale.parallel.model_check import check_model
 from lightning_megascale.parallel.parallelize import Parallelized, is_parallel, parallelize, record_units
 from lightning_megascale.parallel.pipeline import standing_in
@@ -198,7 +198,10 @@ class MegascaleStrategy(Saving):
         name, target = target_of(module, self._module_name)
         layout = find_layout(target, self._layout, tensor_parallel=self.plan.tensor_parallel_size > 1)
         piped = pipeline_guards.check_module(module, target) if self.plan.pipeline_parallel_size > 1 else []
-        guards.raise_all(piped or check_model(module, target, self.plan, layout), type(module).__name__)
+        wrong = piped or check_model(module, target, self.plan, layout)
+        if layout is not None and self._layout == "auto" and is_published(target) and any("layout" in message for message in wrong):
+            wrong.append(f"the layout that was read, to be corrected and given as MegascaleStrategy(layout=...):\n{layout.paste()}")
+        guards.raise_all(wrong, type(module).__name__)
         filled = {id(tensor) for tensor in pretrained.filled(module)} if pretrained is not None else set()
         if not on_meta(module) and not same_on_all_ranks(module, self.root_device, filled):
             rank_zero_info("ranks built different first values (no seed_everything?): all take those of rank 0")

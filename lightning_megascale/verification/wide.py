@@ -11,6 +11,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megascale.parallel.tensor_proof_run import arithmetic
+
 
 class _Widened(TorchFunctionMode):
     """Makes float64 of every float32 that code asks for; ``used`` tells whether that changed a number."""
@@ -50,8 +52,10 @@ def widened() -> Iterator[None]:
         return original(again, *args, **kwargs)
 
     setattr(module, name, generator)
+    arithmetic.append(_Widened)
     try:
         with _Widened():
             yield
     finally:
+        arithmetic.remove(_Widened)
         setattr(module, name, original)

@@ -1,0 +1,53 @@
+"""What a call of a transformers model may ask for: outputs that no rank has whole are refused, not handed out in part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_megascale.plan import ParallelPlan
+
+
+def check_call(model: nn.Module, plan: ParallelPlan, arguments: Mapping[str, Any]) -> None:
+    """Looks at the arguments of a call, and at the model's config where they say nothing.
+
+    Args:
+        model: of transformers.
+        plan: resolved.
+        arguments: by name.
+
+    Raises:
+        ValueError: the same on all ranks.
+    """
+    piped, split = plan.pipeline_parallel_size > 1, plan.tensor_parallel_size > 1
+    if _asked(model, arguments, "output_router_logits") and (piped or int(plan.data_parallel_size) > 1):
+        raise ValueError(
+            "output_router_logits=True adds a balance loss over the routers of all layers and over the rows of the batch, which no rank "
+            "sees whole under data or pipeline parallelism: leave it out, or use tensor parallelism alone"
+        )
+    if _asked(model, arguments, "output_attentions") and (piped or split):
+        where, own = ("pipeline", "layers") if piped else ("tensor-parallel", "heads")
+        raise ValueError(
+            f"output_attentions=True: a {where} rank has the attention maps of its own {own} only: leave it out, "
+            f"or use {'pipeline' if piped else 'tensor'}_parallel_size=1"
+        )
+    if _asked(model, arguments, "output_hidden_states") and piped:
+        raise ValueError(
+            "output_hidden_states=True: a pipeline's last stage has the hidden states of its own layers only: leave it out, or use "
+            "pipeline_parallel_size=1"
+        )
+
+
+def _asked(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:
+    if arguments.get(name) is not None:
+        return bool(arguments[name])
+    config = getattr(model, "config", None)
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return any(bool(getattr(source, name, False)) for source in (config, inner))
+
+
+def guard_calls(model: nn.Module, plan: ParallelPlan) -> None:
+    """Makes every call of the model be looked at first. (A pipeline looks at the calls that it captures.)"""
+    model.register_forward_pre_hook(lambda module, args, kwargs: check_call(module, plan, kwargs), with_kwargs=True)
