@@ -43,7 +43,7 @@ def check_call(model: nn.Module, plan: ParallelPlan, arguments: Mapping[str, Any
 def _asked(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:
     if arguments.get(name) is not None:
         return bool(arguments[name])
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     inner = config.get_text_config() if hasattr(config, "get_text_config") else None
     return any(bool(getattr(source, name, False)) for source in (config, inner))
 
