@@ -183,7 +183,7 @@ def _partners(roles: Roles, tp: int) -> Found:
             partners = columns.get(owner, [])
         else:
             scope = next((block for block in roles.blocks if _within(name, block)), name.rpartition(".")[0])
-            partners = [column for column in (*roles.colwise, *roles.gathered) if _within(column, scope)]
+            partners = [column for column in (*roles.colwise, *roles.gathered) if not scope or _within(column, scope)]
         if not partners:
             where = "attention or mlp module" if owner else "block"
             yield name, f"is row-parallel, but no column-parallel linear is in the same {where}; its input would not be split"

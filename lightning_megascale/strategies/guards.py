@@ -222,14 +222,14 @@ def refuse_unfreezing(module: nn.Module, trainable: Collection[str], copies: Col
         on_any_stage: whether something is true on any rank.
     """
     own = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in copies]
-    changed = [name for name, parameter in own if parameter.requires_grad != (name in trainable)]
-    if on_any_stage(bool(changed)):
+    unfrozen = [name for name, parameter in own if parameter.requires_grad and name not in trainable]
+    if on_any_stage(bool(unfrozen)):
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, changed[:8])
+        dist.all_gather_object(everyone, unfrozen[:8])
         names = ", ".join(dict.fromkeys(name for some in everyone for name in some))
         raise ValueError(
-            f"{names}: frozen or unfrozen since the fit began, and a pipeline is built for what trains then: set requires_grad before "
-            "trainer.fit and start a new one from a checkpoint, or use pipeline_parallel_size=1"
+            f"{names}: unfrozen since the model was cut into pipeline stages, which are built for what trains then: set requires_grad "
+            "before trainer.fit, and go on from a checkpoint with a new module, or use pipeline_parallel_size=1"
         )
 
 

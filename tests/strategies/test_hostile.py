@@ -259,12 +259,6 @@ class MaxNorm(CallsModel):
         self.model.embed = nn.Embedding(CLASSES, WIDTH, max_norm=1.0)
 
 
-class ScalarParameter(CallsModel):
-    def build(self) -> None:
-        super().build()
-        self.model.temperature = nn.Parameter(torch.ones(()))
-
-
 class ForeignOptimizer(CallsModel):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -299,7 +293,6 @@ REFUSALS: dict[str, tuple[type[L.LightningModule], dict[str, Any], dict[str, Any
     "masked labels under another key": (TargetKey, {}, {}, ["-100 in it", "Call it 'labels'"]),
     "plateau on an unshared value": (UnequalPlateau, PLANS["dp2"], {}, ["different learning rates", "sync_dist=True"]),
     "embedding with max_norm": (MaxNorm, {}, {}, ["'model.embed' is an Embedding with max_norm"]),
-    "parameter without a dimension": (ScalarParameter, {}, {}, ["model.temperature: a parameter without a dimension", "(1,)"]),
     "optimizer of other tensors": (ForeignOptimizer, {}, {}, ["holds 1 tensors that are no parameters"]),
     "parts called apart": (PartsApart, {}, {}, ["outside of its module's forward", "self.model.head(x)"]),
     "loss_sum is no tensor": (IntegerSum, {}, {}, ["loss_sum is a int: it must be a tensor"]),
