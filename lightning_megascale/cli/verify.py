@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int:
     except ValueError as error:
         if wants_traceback():
             raise
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"megascale: {error}", markup=False)
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"megascale: {without_machinery(str(error))}", markup=False)
         return USER_ERROR_EXIT_CODE
 
 
@@ -193,7 +193,7 @@ def prove(console: Console, build: Callable[[], Any], values: dict[str, Any]) ->
     for report in reports:
         if not report.ok:
             console.print(details(report), markup=False, soft_wrap=True)
-    if any(report.refused for report in reports):
+    if any("layout" in (report.refused or "") for report in reports):
         console.print("\n(here the layout is layout=MODULE:NAME, and other arguments of the strategy are plan.KEY=VALUE)", soft_wrap=True)
     console.print(summary(reports, proof), markup=False, soft_wrap=True)
     return exit_code(reports)
@@ -237,7 +237,7 @@ def table(reports: Sequence[Report], width: int) -> Table:
         reports: of the combinations.
         width: of the terminal; names that do not fit lose their beginning.
     """
-    room = max(12, width - max(len(report.axes) for report in reports) - 53)
+    room = max(12, width - max(len(report.axes) for report in reports) - 54)
     found = Table(box=None, pad_edge=False, header_style="bold")
     for title, options in (
         ("axes", {"overflow": "fold"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
 from lightning_megascale.mesh import MeshViews
 
@@ -50,12 +51,33 @@ def apply_data_parallel(
     for block in blocks:
         policy["ignored_params"] = _without_dims(block)
         fully_shard(block, mesh=views.data, reshard_after_forward=block_reshard, mp_policy=block_policy, **policy)
+        _look_once(block)
     for root in roots:
         if not isinstance(root, FSDPModule):
             policy["ignored_params"] = _without_dims(root)
             fully_shard(root, mesh=views.data, reshard_after_forward=root_reshard, mp_policy=root_policy, **policy)
+            _look_once(root)
             if not pipelined:
                 root.register_forward_hook(_drop_whole_copy)
+
+
+def _look_once(unit: nn.Module) -> None:
+    """At the first call with gradients: FSDP2 finds the tensors of an output by looking into containers that torch knows. What hides in
+    another object would keep its unit from reducing any gradient."""
+
+    def look(module: nn.Module, _: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        for leaf in tree_leaves(output):
+            hidden = vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, nn.Module, type)) else {}
+            if not is_dataclass(leaf) and any(isinstance(value, torch.Tensor) and value.requires_grad for value in hidden.values()):
+                raise ValueError(
+                    f"{type(module).__name__} returns its tensors in a {type(leaf).__name__}, in which sharding does not find them, so its "
+                    "gradients would not be summed: return a tensor, tuple, dict, dataclass or ModelOutput"
+                )
+
+    handle = unit.register_forward_hook(look)
 
 
 def _without_dims(module: nn.Module) -> set[nn.Parameter]:

@@ -240,8 +240,9 @@ HOOKS = (
 
 
 def check_zeroed(module: pl.LightningModule) -> None:
-    """At the start of a window no gradient may be left: it was scaled already, and would be scaled again."""
-    left = [p for p in module.parameters() if p.grad is not None]
+    """At the start of a window no gradient may be left that will be stepped: it was scaled already, and would be scaled again."""
+    stepped = {id(p) for optimizer in module.trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+    left = [p for p in module.parameters() if p.grad is not None and id(p) in stepped]
     if not cast(Any, module.trainer.strategy).on_any_stage(bool(left)):
         return
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in left if p.grad is not None]

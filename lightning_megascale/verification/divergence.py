@@ -160,7 +160,9 @@ def explain(figures: Figures, reference: Reference, plan: Plan, alone: Outputs |
         return _later(figures)
     found = None if alone is None else first_other_output(alone, ranks, reference.tolerance)
     if found is not None:
-        return f"{found[0]}: its output in the first forward is off by {found[1]:.1e} of its size", _hint_forward(plan)
+        first = alone is not None and alone.calls[0][0] == found[0]
+        before = " (it is the first that is called: what it is given may be off already)" if first else ""
+        return f"{found[0]}: its output in the first forward is off by {found[1]:.1e} of its size{before}", _hint_forward(plan)
     compared = "" if alone is None else "; every output of a module that could be compared is equal"
     if not first_loss.is_equal and len(wrong) in (0, len(figures.first_gradients)):
         return f"training_step: the first loss is off by {first_loss.off:.1e}{compared}", _HINTS["loss"]
@@ -181,7 +183,8 @@ def _later(figures: Figures) -> tuple[str, str]:
         gradient = worst(gradients.values())
         if not loss.is_equal or not gradient.is_equal:
             what = f"the loss of step {step + 1}" if not loss.is_equal else f"the gradient of {gradient.name} in step {step + 1}"
-            return f"the optimizer: step {step} is equal up to the norm of its gradients, and {what} is off", _HINTS["optimizer"]
+            where = f"the optimizer, or what the module does from step {step + 1} on"
+            return f"{where}: step {step} is equal up to the norm of its gradients, and {what} is off", _HINTS["optimizer"]
         if not norm.is_equal:
             return f"clipping: the norm of step {step + 1} is off by {norm.off:.1e}, and its gradients are equal", _HINTS["norm"]
     return f"the optimizer: all losses and gradients are equal, and {figures.parameters.name} is off after the last step", _HINTS[

@@ -206,8 +206,8 @@ def _check_numbers(counts: Mapping[str, Any], timeout: float, tolerance: float |
             raise CannotVerify(f"{name}={value!r}: must be a whole number of at least 1")
     if not timeout > 0:
         raise CannotVerify(f"timeout={timeout!r}: must be a number of seconds above 0")
-    if tolerance is not None and not tolerance > 0:
-        raise CannotVerify(f"tolerance={tolerance!r}: must be above 0, such as 1e-10")
+    if tolerance is not None and not 0 < tolerance <= 1e-2:
+        raise CannotVerify(f"tolerance={tolerance!r}: must be above 0, such as 1e-10, and at most 1e-2: more proves nothing")
     if dtype not in TOLERANCES:
         raise CannotVerify(f"dtype={dtype}: must be float64 or float32; half precision rounds more than an error in a gradient shows")
 

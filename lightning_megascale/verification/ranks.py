@@ -68,6 +68,10 @@ def _run(function: Callable[..., Any], world: int, args: tuple, timeout: float, 
                     process.kill()
                 process.join()
         errors = sorted((file.stat().st_mtime_ns, int(file.stem)) for file in folder.glob("*.err"))
+        silent = [rank for rank in range(world) if not any((folder / f"{rank}.{kind}").exists() for kind in ("pt", "err"))]
+        dead = [rank for rank in silent if rank not in stuck]
+        if dead:  # before the errors: those of others are about the connection that it took down
+            raise RankFailure(f"ranks {dead} died: exit codes {[processes[rank].exitcode for rank in dead]}{_last_words(folder, dead)}")
         if errors:
             rank = errors[0][1]
             failure = RankFailure(f"rank {rank}:\n" + (folder / f"{rank}.err").read_text())
@@ -76,10 +80,12 @@ def _run(function: Callable[..., Any], world: int, args: tuple, timeout: float, 
         if stuck:
             logs = "\n".join((folder / f"{rank}.log").read_text()[-2000:] for rank in stuck)
             raise RankFailure(f"ranks {stuck} did not finish in {timeout:g} s{where}\n{logs}".rstrip())
-        dead = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
-        if dead:
-            raise RankFailure(f"ranks {dead} died: exit codes {[processes[rank].exitcode for rank in dead]}")
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _last_words(folder: Path, ranks: Sequence[int]) -> str:
+    logs = [(folder / f"{rank}.log").read_text()[-1000:].strip() for rank in ranks if (folder / f"{rank}.log").exists()]
+    return "".join(f"\n{log}" for log in logs if log)
 
 
 def _wait(processes: Sequence[Any], timeout: float) -> None:

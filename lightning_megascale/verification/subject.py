@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
@@ -93,6 +93,11 @@ class Subject:
         found = [self._converted(batch) for batch in islice(given, self.steps)]
         if not found:
             raise CannotVerify(f"build() returned no batch at all. {RETURNS}")
+        count = len(given) if isinstance(given, Sized) else len(found)
+        if count > self.steps and isinstance(given, (list, tuple)):
+            self.notes.append(f"the first {self.steps} of {count} batches are used; steps={count} uses all")
+        elif len(found) < self.steps:
+            self.notes.append(f"{len(found)} batch{'es are' if len(found) > 1 else ' is'} used again and again in {self.steps} steps")
         self.batches = list(islice(cycle(found), self.steps))
         rows = [rows_of(batch) for batch in self.batches]
         if None in rows or 0 in rows:

@@ -117,6 +117,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def add_rounding_errors(gradients: list[Tensor], seed: int) -> None:
     """Adds a few units of rounding to every element that is not exactly 0, in place."""
+    if not gradients:  # a step that Lightning skipped
+        return
     generator = torch.Generator().manual_seed(seed)
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     typical = norm / sum(gradient.numel() for gradient in gradients) ** 0.5
