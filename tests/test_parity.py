@@ -17,7 +17,7 @@ from tests import parity
 from tests.harness import run_ranks
 
 # The default tier leaves these to the slow one: 8 and 16 ranks, and axes whose parts it holds in other company.
-LATER = ("fsdp2 x tp", "dp x tp", "dp x tp+sp", "pp4", "pp2 x dp", "pp2 x tp")
+LATER = ("hsdp", "fsdp2 x tp", "fsdp2 x tp+sp", "dp x tp", "dp x tp+sp", "pp4", "pp2 x dp", "pp2 x tp")
 MANY_RANKS = tuple(axes for axes, (ranks, _, _) in parity.AXES.items() if ranks >= 8 or axes in LATER)
 
 

@@ -199,7 +199,7 @@ class Habits:
     def cases(self) -> list[Any]:
         """(name, plan) for pytest."""
         return [
-            pytest.param(name, plan, marks=[pytest.mark.slow] * (plan in habit.slow), id=f"{name}-{plan}")
+            pytest.param(name, plan, marks=[pytest.mark.slow] * (plan in habit.slow or plan != "fsdp2"), id=f"{name}-{plan}")
             for plan in PLANS
             for name, habit in self.habits.items()
             if plan in habit.plans

@@ -60,6 +60,7 @@ def test_a_script_runs_under_either_launcher(command: list[str], tmp_path: Path)
     assert lines[0].split(": ")[1] == lines[1].split(": ")[1]
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_every_process_of_lightnings_launcher(tmp_path: Path) -> None:
     done = start([sys.executable], tmp_path, "dict(tensor_parallel_size=3)")
     assert done.returncode != 0

@@ -95,7 +95,7 @@ def assert_continues(results: dict[str, dict[str, Any]], reference: dict[str, An
         assert result["lr"] == pytest.approx(reference["lr"], abs=1e-15) and result["step"] == reference["step"]
 
 
-DEFAULT_TIER = ("one", "hsdp", "tp+sp", "fsdp2 x tp")
+DEFAULT_TIER = ("one", "fsdp2 x tp")
 
 
 @pytest.mark.parametrize("target", [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in SMALL])

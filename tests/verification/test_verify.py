@@ -42,6 +42,7 @@ def test_a_right_layout_is_equal() -> None:
         assert max(report.gradient[0], report.parameters[0]) > 0, "sums in another order are never all the same: nothing was compared"
 
 
+@pytest.mark.slow
 def test_accumulation_interleaved_stages_and_float32() -> None:
     build = lambda: (models.Words(4), models.batches(8))  # noqa: E731
     axes = ["fsdp2", "pp2:interleaved1f1b"]
@@ -59,6 +60,7 @@ def test_tied_parameters_and_models_of_the_package() -> None:
     assert all(report.ok for report in reports), reports
 
 
+@pytest.mark.slow
 def test_a_model_with_a_loss_of_its_own() -> None:
     """Hugging Face's Llama: norms and loss in float32 inside, dropout in its config, masked labels."""
     for report in verify(models.build_llama, ["tp2", "fsdp2", "pp2"], layout=models.decoder_layout(), label_alignment="huggingface"):
@@ -84,6 +86,7 @@ def test_own_loader_late_model_sums_and_dropout() -> None:
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_steps_of_gradients_that_are_zero_but_for_rounding_are_no_difference() -> None:
     report = only(verify(words(models.KeyBias), ["tp2"], layout=LAYOUT))
     assert report.ok, report
@@ -133,6 +136,7 @@ def build_whole_mean() -> Any:
     return module, batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_proven", [True, False])
 def test_an_operation_over_split_features_is_a_failure_with_and_without_the_strategys_own_proof(
     is_proven: bool, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +151,7 @@ def test_an_operation_over_split_features_is_a_failure_with_and_without_the_stra
         assert report.hint is not None and "part of the heads or features" in report.hint
 
 
+@pytest.mark.slow
 def test_a_sum_in_place_of_a_mean_is_found() -> None:
     report = only(verify(words(models.SumLoss), ["fsdp2"], layout=LAYOUT))
     assert report.first_divergence is not None and report.first_divergence.startswith("training_step: the first loss"), report
