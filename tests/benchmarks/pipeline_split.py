@@ -1,6 +1,6 @@
 """Stages cut by cost (``pipeline_split="auto"``) against the blocks divided evenly, on a model whose head weighs as much as its blocks.
 
-Run: ``python -m tests.benchmarks.pipeline_split [rounds=9] [steps=4] [microbatches=8]``. Two ranks, one thread each. The two cuts take
+Run: ``python -m tests.benchmarks.pipeline_split [rounds=5] [steps=1] [microbatches=6]``. Two ranks, one thread each. The two cuts take
 turns inside one run on the same ranks, so a drifting machine slows both; the figure is the median of per-round ratios, its 95% interval
 in brackets. It means something only while both ranks have a core to themselves: where others compute too, a waiting rank's core is not
 idle and the cuts come out alike. The second figure does not depend on that: the processor time of the dearer rank, which waits for nobody.
@@ -96,8 +96,8 @@ def contest(rounds: int, steps: int, microbatches: int) -> tuple[dict[str, list[
 
 def main(arguments: list[str]) -> None:
     options = {name: int(value) for name, value in (argument.split("=") for argument in arguments)}
-    rounds, microbatches = options.get("rounds", 9), options.get("microbatches", 8)
-    results = run_ranks(contest, RANKS, rounds, options.get("steps", 4), microbatches, timeout=3000)
+    rounds, microbatches = options.get("rounds", 5), options.get("microbatches", 6)
+    results = run_ranks(contest, RANKS, rounds, options.get("steps", 1), microbatches, timeout=3000)
     wall, processor = (
         {name: [max(result[0][name][number][kind] for result in results) for number in range(rounds)] for name in SPLITS} for kind in (0, 1)
     )
