@@ -12,12 +12,14 @@ _NAMES = {
     "ParallelPlan": "lightning_megascale.plan",
     "ModelLayout": "lightning_megascale.layout",
     "MegascaleModule": "lightning_megascale.module",
+    "RingContextSharding": "lightning_megascale.callbacks.context_sharding",
     "ThroughputMonitor": "lightning_megascale.callbacks.throughput",
     "TextDataModule": "lightning_megascale.data.datamodule",
 }
 __all__ = [*_NAMES]
 
 if TYPE_CHECKING:
+    from lightning_megascale.callbacks.context_sharding import RingContextSharding as RingContextSharding
     from lightning_megascale.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_megascale.data.datamodule import TextDataModule as TextDataModule
     from lightning_megascale.layout import ModelLayout as ModelLayout

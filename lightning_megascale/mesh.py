@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megascale.plan import ParallelPlan
+from lightning_megascale.plan import ParallelPlan, ulysses_size
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -31,6 +31,8 @@ class MeshViews:
         data: 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp) mesh for ``fully_shard``.
         tensor: the tp axis, or None.
         pipeline: the pp axis, or None.
+        context: the cp axis, or None.
+        context_ring, context_heads: its two factors, where heads are exchanged inside groups whose keys travel between them.
     """
 
     root: DeviceMesh
@@ -40,6 +42,9 @@ class MeshViews:
     data: DeviceMesh
     tensor: DeviceMesh | None
     pipeline: DeviceMesh | None = None
+    context: DeviceMesh | None = None
+    context_ring: DeviceMesh | None = None
+    context_heads: DeviceMesh | None = None
 
     @property
     def data_parallel_size(self) -> int:
@@ -49,6 +54,16 @@ class MeshViews:
     def data_parallel_rank(self) -> int:
         """Index of this rank's share of the batch: the same for all its tensor-, pipeline- and context-parallel peers."""
         return self.batch.get_local_rank()
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of each row this rank holds."""
+        return 0 if self.context is None else self.context.get_local_rank()
+
+    @property
+    def token_rank(self) -> int:
+        """Index of this rank's share of the tokens: the same for all its tensor- and pipeline-parallel peers."""
+        return self.data_parallel_rank * self.sizes["cp"] + self.context_rank
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -86,7 +101,13 @@ def build_mesh(
     loss = _view(root, ("dp_replicate", "dp_shard", "cp"), "loss") if "cp" in names else batch
     shard = _view(root, ("dp_shard", "cp"), "fsdp")
     data = shard if "dp_replicate" not in names else root["dp_replicate", _name(shard)]
-    return MeshViews(root, sizes, batch, loss, data, root["tp"] if "tp" in names else None, root["pp"] if "pp" in names else None)
+    tensor, pipeline, context = (root[name] if name in names else None for name in ("tp", "pp", "cp"))
+    ring = heads = None
+    if context is not None and plan.context_parallel_method == "ring+ulysses":
+        inner = ulysses_size(context.size())
+        split = context._unflatten(0, (context.size() // inner, inner), ("cp_ring", "cp_heads"))
+        ring, heads = split["cp_ring"], split["cp_heads"]
+    return MeshViews(root, sizes, batch, loss, data, tensor, pipeline, context, ring, heads)
 
 
 def compatible_mesh(views: MeshViews) -> DeviceMesh:

@@ -25,6 +25,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "label_alignment": (None, "aligned", "shift", "huggingface"),
     "context_parallel_method": ("auto", "ring", "ulysses", "allgather", "ring+ulysses"),
     "context_parallel_layout": ("auto", "contiguous", "headtail", "packed"),
+    "attention_backend": ("auto", "sdpa", "flash2", "flash3", "flash4", "cpu", "math"),
 }
 
 
@@ -38,7 +39,8 @@ class ParallelPlan:
         data_parallel_shard_size: ranks that share one copy of the parameters, or "auto".
         tensor_parallel_size: ranks that split each layer's heads and features.
         pipeline_parallel_size: groups of consecutive layers on different ranks.
-        context_parallel_size, expert_parallel_size: see ``support``; 1 switches an axis off.
+        context_parallel_size: ranks that hold parts of each row.
+        expert_parallel_size: see ``support``; 1 switches the axis off.
         sequence_parallel: norms and dropout on a shard of the sequence (Korthikanti et al. 2022, section 4.2).
         pipeline_schedule: torch's name, in any case: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble".
         pipeline_stages_per_rank: 1, for interleaved schedules 2 or more, for ZBVZeroBubble 2.
@@ -54,8 +56,13 @@ class ParallelPlan:
         reduce_dtype: dtype in which gradients are summed over ranks under mixed precision; None: that of the parameters.
         cpu_offload: parameters, gradients and optimizer state live in host memory (needs an accelerator).
         compile: False, True, or the arguments of ``torch.compile``; applied to each block.
+        context_parallel_method: how attention reaches the keys of other ranks: "ring", "ulysses", "allgather", "ring+ulysses", or "auto", by
+            heads and tokens of a rank.
+        context_parallel_layout: which tokens a rank holds: "contiguous", "headtail", "packed", or "auto", by documents and padding.
+        attention_backend: kernel of context-parallel attention: "sdpa", "flash2", "flash3", "flash4", "cpu", "math", or "auto".
         loss_weight: how a scalar mean is weighted over microbatches and ranks: "labels", "samples", or "auto".
-        label_alignment: where position i's target stands: "aligned" (at i) or "shift"/"huggingface" (at i + 1).
+        label_alignment: where position i's target stands: "aligned" (at i) or at i + 1, and then who shifts: "shift" (the step or the model
+            itself) or "huggingface" (the model, which takes ``shift_labels``).
         global_batch_size: rows of one optimizer step over all ranks; accumulation is derived from it.
         allow_batch_change: lets a resume change the global batch.
     """
@@ -258,7 +265,7 @@ class ParallelPlan:
             )
         if self.loss_parallel and self.tensor_parallel_size == 1:
             wrong.append("loss_parallel=True needs tensor_parallel_size above 1: nothing shards the vocabulary otherwise")
-        wrong += self._check_pipeline()
+        wrong += self._check_pipeline() + self._check_context()
         if (self.global_batch_size is None) != (self.microbatch_size is None) and self.pipeline_parallel_size == 1:
             wrong.append(
                 f"global_batch_size={self.global_batch_size} and microbatch_size={self.microbatch_size}: give both (the accumulation is "
@@ -289,6 +296,27 @@ class ParallelPlan:
             micro = self.microbatch_size or 1
             if self.global_batch_size % micro:
                 wrong.append(f"global_batch_size={self.global_batch_size} is no multiple of microbatch_size={micro}")
+        return wrong
+
+    def _check_context(self) -> list[str]:
+        if self.context_parallel_size == 1:
+            return [
+                f"{name}={getattr(self, name)!r} needs context_parallel_size above 1: rows lie whole on a rank otherwise"
+                for name in ("context_parallel_method", "context_parallel_layout", "attention_backend")
+                if getattr(self, name) != "auto"
+            ]
+        wrong = []
+        if self.label_alignment is None:
+            wrong.append(
+                f"context_parallel_size={self.context_parallel_size} needs label_alignment, for each rank sees part of a row: 'aligned' (the "
+                "target of position i stands at i), 'shift' (at i + 1, and the step or model shifts), or 'huggingface' (at i + 1, and the "
+                "model takes shift_labels)"
+            )
+        if self.context_parallel_method == "ring+ulysses" and ulysses_size(self.context_parallel_size) == 1:
+            wrong.append(
+                f"context_parallel_method='ring+ulysses' splits context_parallel_size={self.context_parallel_size} into two factors, and it "
+                "has none: use a size such as 4, 6 or 8, or 'ring'"
+            )
         return wrong
 
     def check_microbatches(self, microbatches: int) -> list[str]:
@@ -367,3 +395,11 @@ def _near_divisors(number: int, wanted: int) -> str:
     below = [size for size in divisors if size <= wanted][-1:]
     above = [size for size in divisors if size > wanted][:1]
     return " or ".join(map(str, below + above))
+
+
+def ulysses_size(context_parallel_size: int) -> int:
+    """How many neighbouring ranks exchange heads for tokens under "ring+ulysses": the largest divisor of the axis up to its square root,
+    so that both message sizes shrink."""
+    return max(
+        size for size in range(1, context_parallel_size + 1) if context_parallel_size % size == 0 and size**2 <= context_parallel_size
+    )

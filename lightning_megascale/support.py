@@ -15,6 +15,8 @@ from typing import Any
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 LOOPED_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")  # two or more stages on a rank, round robin
 V_SCHEDULES = ("ZBVZeroBubble",)  # two stages on a rank, down and up again
+CONTEXT_METHODS = ("ring", "ulysses", "allgather", "ring+ulysses")
+CONTEXT_LAYOUTS = ("contiguous", "headtail", "packed")
 ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")  # the backward of inputs and of weights apart
 
 
@@ -33,11 +35,17 @@ class Feature:
 
 
 def _axes(
-    replicate: bool = False, shard: bool = False, tensor: bool = False, sequence: bool = False, pipeline: bool = False
+    replicate: bool = False,
+    shard: bool = False,
+    tensor: bool = False,
+    sequence: bool = False,
+    pipeline: bool = False,
+    context: bool = False,
 ) -> Callable[[Any], bool]:
     def uses(plan: Any) -> bool:
         return (
             (plan.pipeline_parallel_size > 1) == pipeline
+            and (plan.context_parallel_size > 1) == context
             and (plan.data_parallel_replicate_size != 1) == replicate
             and (plan.data_parallel_shard_size not in (1, "auto")) == shard
             and (plan.tensor_parallel_size > 1) == tensor
@@ -49,6 +57,10 @@ def _axes(
 
 def _scheduled(name: str) -> Callable[[Any], bool]:
     return lambda plan: plan.pipeline_parallel_size > 1 and schedule_name(plan.pipeline_schedule) == name
+
+
+def _contextual(name: str, value: str) -> Callable[[Any], bool]:
+    return lambda plan: plan.context_parallel_size > 1 and getattr(plan, name) == value
 
 
 FEATURES = (
@@ -76,6 +88,25 @@ FEATURES = (
     Feature("axes", "pp2 x dp x tp+sp", _axes(replicate=True, tensor=True, sequence=True, pipeline=True)),
     Feature("axes", "pp2 x hsdp x tp", _axes(replicate=True, shard=True, tensor=True, pipeline=True)),
     Feature("axes", "pp2 x hsdp x tp+sp", _axes(replicate=True, shard=True, tensor=True, sequence=True, pipeline=True)),
+    Feature("axes", "cp2", _axes(context=True)),
+    Feature("axes", "cp4"),
+    Feature("axes", "cp2 x dp", _axes(replicate=True, context=True)),
+    Feature("axes", "cp2 x fsdp2", _axes(shard=True, context=True)),
+    Feature("axes", "cp2 x hsdp", _axes(replicate=True, shard=True, context=True)),
+    Feature("axes", "cp2 x tp", _axes(tensor=True, context=True)),
+    Feature("axes", "cp2 x tp+sp", _axes(tensor=True, sequence=True, context=True)),
+    Feature("axes", "cp2 x fsdp2 x tp", _axes(shard=True, tensor=True, context=True)),
+    Feature("axes", "cp2 x fsdp2 x tp+sp", _axes(shard=True, tensor=True, sequence=True, context=True)),
+    Feature("axes", "pp2 x cp2", _axes(pipeline=True, context=True)),
+    Feature("axes", "pp2 x cp2 x fsdp2", _axes(pipeline=True, shard=True, context=True)),
+    Feature("axes", "pp2 x cp2 x tp+sp", _axes(pipeline=True, tensor=True, sequence=True, context=True)),
+    Feature("axes", "pp2 x cp2 x fsdp2 x tp+sp", _axes(pipeline=True, shard=True, tensor=True, sequence=True, context=True)),
+    Feature("context method", "no context", lambda plan: plan.context_parallel_size == 1),
+    *(Feature("context method", name, _contextual("context_parallel_method", name)) for name in CONTEXT_METHODS),
+    Feature("context layout", "whole rows", lambda plan: plan.context_parallel_size == 1),
+    *(Feature("context layout", name, _contextual("context_parallel_layout", name)) for name in CONTEXT_LAYOUTS),
+    Feature("documents", "one a row"),
+    Feature("documents", "packed documents"),
     Feature("schedule", "no pipeline", lambda plan: plan.pipeline_parallel_size == 1),
     *(Feature("schedule", name, _scheduled(name)) for name in SCHEDULES),
     Feature("split", "split by cost", lambda plan: plan.pipeline_split == "auto"),
@@ -153,7 +184,13 @@ def _meaningless() -> frozenset[frozenset[str]]:
     """Pairs that do not exist: a schedule or a split without a pipeline, a pipeline without a schedule, half sums of whole gradients."""
     axes = [feature.name for feature in FEATURES if feature.dimension == "axes"]
     piped = [name for name in axes if name.startswith("pp")]
-    pairs = [(name, "no pipeline") for name in piped]
+    cut = [name for name in axes if "cp" in name]
+    pairs = [(name, other) for name in cut for other in ("no context", "whole rows")]
+    pairs += [(name, other) for name in axes if name not in cut for other in (*CONTEXT_METHODS, *CONTEXT_LAYOUTS, "packed documents")]
+    pairs += [(name, "ring+ulysses") for name in cut if "cp4" not in name]  # needs two factors
+    pairs += [("no context", other) for other in (*CONTEXT_LAYOUTS, "packed documents")]
+    pairs += [("whole rows", other) for other in (*CONTEXT_METHODS, "packed documents")]
+    pairs += [(name, "no pipeline") for name in piped]
     pairs += [(name, other) for name in axes if name not in piped for other in (*SCHEDULES, "split by hand")]
     pairs += [("no pipeline", "split by hand")]
     pairs += [("sums in bfloat16", precision) for precision in ("float64", "float32")]
@@ -164,7 +201,6 @@ MEANINGLESS = _meaningless()
 
 # Choices that no test proves yet: asked for, they are refused by name.
 _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda p: p.context_parallel_size > 1, "context_parallel_size={p.context_parallel_size}: context parallelism"),
     (lambda p: p.expert_parallel_size > 1, "expert_parallel_size={p.expert_parallel_size}: expert parallelism"),
     (lambda p: p.activation_offload, "activation_offload=True: offloading of activations"),
     (lambda p: p.cpu_offload, "cpu_offload=True: parameters and optimizer state in host memory"),
@@ -174,10 +210,7 @@ _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "reshard_after_forward={p.reshard_after_forward}: resharding to smaller groups",
     ),
     (lambda p: p.reduce_dtype is None, "reduce_dtype=None: a gradient sum in the parameters' dtype"),
-    (lambda p: p.context_parallel_method != "auto", "context_parallel_method={p.context_parallel_method!r}: a context-parallel method"),
-    (lambda p: p.context_parallel_layout != "auto", "context_parallel_layout={p.context_parallel_layout!r}: a context-parallel layout"),
     (lambda p: p.expert_dispatcher != "auto", "expert_dispatcher={p.expert_dispatcher!r}: an expert dispatcher"),
-    (lambda p: p.attention_backend != "auto", "attention_backend={p.attention_backend!r}: a choice of attention backend"),
 )
 
 

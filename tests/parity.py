@@ -6,14 +6,18 @@ gradient, the norm before clipping and the parameters after three optimizer step
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megascale.models.decoder import Decoder, DecoderConfig
+from lightning_megascale.ops.sequence_layout import assign, positions_of
 from lightning_megascale.parallel.init import materialize
 from lightning_megascale.parallel.rng import seed_microbatch, seed_stage
 from lightning_megascale.strategies.trainer import MegascaleStrategy
@@ -54,6 +58,23 @@ AXES: dict[str, tuple[int, int, dict[str, Any]]] = {
     ),
     "pp2 x fsdp2 x tp": (8, 2, dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
     "pp2 x fsdp2 x tp+sp": (8, 2, dict(pipeline_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)),
+    "cp2": (2, 1, dict(context_parallel_size=2)),
+    "cp4": (4, 1, dict(context_parallel_size=4)),
+    "cp2 x dp": (4, 2, dict(context_parallel_size=2, data_parallel_replicate_size=2)),
+    "cp2 x fsdp2": (4, 2, dict(context_parallel_size=2)),
+    "cp2 x hsdp": (8, 4, dict(context_parallel_size=2, data_parallel_replicate_size=2)),
+    "cp2 x tp": (4, 1, dict(context_parallel_size=2, tensor_parallel_size=2)),
+    "cp2 x tp+sp": (4, 1, dict(context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)),
+    "cp2 x fsdp2 x tp": (8, 2, dict(context_parallel_size=2, tensor_parallel_size=2)),
+    "cp2 x fsdp2 x tp+sp": (8, 2, dict(context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)),
+    "pp2 x cp2": (4, 1, dict(pipeline_parallel_size=2, context_parallel_size=2)),
+    "pp2 x cp2 x fsdp2": (8, 2, dict(pipeline_parallel_size=2, context_parallel_size=2)),
+    "pp2 x cp2 x tp+sp": (8, 1, dict(pipeline_parallel_size=2, context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)),
+    "pp2 x cp2 x fsdp2 x tp+sp": (
+        16,
+        2,
+        dict(pipeline_parallel_size=2, context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True),
+    ),
     "hsdp x tp": (8, 4, dict(tensor_parallel_size=2, data_parallel_replicate_size=2)),
     "hsdp x tp+sp": (8, 4, dict(tensor_parallel_size=2, data_parallel_replicate_size=2, sequence_parallel=True)),
 }
@@ -63,6 +84,10 @@ HALF = ("bf16-mixed", "bf16-true")
 
 def pipeline_ranks(case: Case) -> int:
     return AXES[case["axes"]][2].get("pipeline_parallel_size", 1)
+
+
+def context_ranks(case: Case) -> int:
+    return AXES[case["axes"]][2].get("context_parallel_size", 1)
 
 
 def stages_per_rank(case: Case) -> int:
@@ -88,6 +113,8 @@ def plan_of(case: Case) -> dict[str, Any]:
     arguments["reduce_gradients"] = "every" if case["accumulation"].endswith("every") else "last"
     arguments["reduce_dtype"] = case["reduction"].rpartition(" ")[2]
     arguments["label_alignment"] = "aligned"
+    if context_ranks(case) > 1:
+        arguments.update(context_parallel_method=case["context method"], context_parallel_layout=case["context layout"])
     if pipeline_ranks(case) > 1:
         arguments.update(pipeline_schedule=case["schedule"], pipeline_stages_per_rank=stages_per_rank(case), microbatch_size=1)
         if case["split"] == "split by hand":
@@ -111,9 +138,11 @@ def config_of(case: Case) -> DecoderConfig:
         vocab_size=32, hidden_size=16, num_layers=layers_of(case), num_heads=4, intermediate_size=24, max_position_embeddings=LENGTH
     )
     shape["dropout"] = 0.2 if case["dropout"] == "dropout" else 0.0
+    if context_ranks(case) > 1:
+        shape["num_heads"] = 8  # what tensor and context parallelism divide together
     shape["tie_embeddings"] = case["embeddings"] == "tied head"
     if case["family"] == "llama-like":
-        return DecoderConfig(**shape, num_kv_heads=2, qk_norm=True, init_std=0.2, loss_chunk_tokens=7)
+        return DecoderConfig(**shape, num_kv_heads=shape["num_heads"] // 2, qk_norm=True, init_std=0.2, loss_chunk_tokens=7)
     return DecoderConfig(**shape, norm="layer", positions="learned", mlp="gelu", bias=True, init_std=0.2, loss_chunk_tokens=1000)
 
 
@@ -133,6 +162,8 @@ def batches(case: Case) -> list[dict[str, torch.Tensor]]:
             rows = labels[: count // 2]
             rows[torch.rand(rows.shape, generator=generator) < 0.9] = -100
         found.append({"input_ids": ids, "labels": labels})
+        if case["documents"] == "packed documents":
+            found[-1]["document_ids"] = (torch.rand(ids.shape, generator=generator) < 0.2).cumsum(1)
     return found
 
 
@@ -264,19 +295,69 @@ def _graphs() -> int:
 class StageSeeds:
     """Makes one device draw the random numbers that pipeline stages draw: a stage's first module seeds for the stage."""
 
-    def __init__(self, model: Decoder, stages: tuple[tuple[str, ...], ...], share: int) -> None:
-        self.number, self.share = 0, share
+    def __init__(self, model: Decoder, stages: tuple[tuple[str, ...], ...], share: int, parts: PartsDropout) -> None:
+        self.number, self.share, self.parts = 0, share, parts
         self.handles = [
             model.get_submodule(units[0]).register_forward_pre_hook(lambda *_, stage=stage: self.seed(stage))
             for stage, units in enumerate(stages)
         ]
 
     def seed(self, stage: int) -> None:
-        seed_stage(SEED, self.number, self.share, stage)
+        self.parts.seed(lambda rank: seed_stage(SEED, self.number, self.share * self.parts.ranks + rank, stage))
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+class PartsDropout:
+    """Makes one device draw the dropout that context-parallel ranks draw, each for its tokens.
+
+    Args:
+        model: its dropouts are taken over.
+        order: (B, W, L / W) the tokens of each rank; of one rank it changes nothing.
+    """
+
+    def __init__(self, model: torch.nn.Module, order: torch.Tensor) -> None:
+        self.order, self.ranks = order, order.shape[1]
+        self.states: list[torch.Tensor] = []
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout) and self.ranks > 1:
+                module.forward = partial(self.drop, module)  # type: ignore[method-assign]
+
+    def seed(self, seed: Callable[[int], None]) -> None:
+        self.states = []
+        for rank in range(self.ranks):
+            seed(rank)
+            self.states.append(torch.get_rng_state())
+
+    def drop(self, module: torch.nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+        parts, rows = [], torch.arange(len(x))[:, None]
+        for rank, state in enumerate(self.states):
+            torch.set_rng_state(state)
+            parts.append(F.dropout(x[rows, self.order[:, rank]], module.p, module.training))
+            self.states[rank] = torch.get_rng_state()
+        return torch.cat(parts, 1)[rows, self.order.flatten(1).argsort(1)]
+
+
+class DocumentCore(torch.nn.Module):
+    """Attention inside documents, by a mask over the whole row."""
+
+    def __init__(self, documents: torch.Tensor) -> None:
+        super().__init__()
+        length = documents.shape[1]
+        self.mask = (documents[:, None, :, None] == documents[:, None, None]) & torch.ones(length, length, dtype=torch.bool).tril()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = True) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
+
+
+def order_of(case: Case, documents: torch.Tensor) -> torch.Tensor:
+    """(B, W, L / W) the tokens of each context-parallel rank."""
+    ranks = context_ranks(case)
+    return torch.from_numpy(
+        np.stack([assign(row, ranks, case["context layout"] if ranks > 1 else "contiguous") for row in documents.numpy()])
+    )
 
 
 def train_single(
@@ -306,11 +387,8 @@ def train_single(
                     size = rows_of(case) // shares // parts
                     rows = slice((share * parts + part) * size, (share * parts + part + 1) * size)
                     batch = {key: value[rows] for key, value in data[index].items()}
-                    seed_microbatch(SEED, index * parts + part, share)
-                    seeds = StageSeeds(working, stages, share)
-                    seeds.number = index * parts + part
-                    logits = working(batch["input_ids"]).flatten(0, 1)
-                    seeds.remove()
+                    number = index * parts + part
+                    logits = forward_like_ranks(case, working, batch, number, share, stages).flatten(0, 1)
                     loss = F.cross_entropy(logits.float() if half else logits, batch["labels"].flatten(), reduction="sum")
                     loss.backward()
                     total, tokens = total + loss.item(), tokens + int((batch["labels"] != -100).sum())
@@ -325,6 +403,25 @@ def train_single(
         optimizer.step()
     result["parameters"] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return result
+
+
+def forward_like_ranks(
+    case: Case, model: Decoder, batch: dict[str, torch.Tensor], number: int, share: int, stages: tuple[tuple[str, ...], ...]
+) -> torch.Tensor:
+    """Logits of whole rows, with documents kept apart and the random numbers of the ranks that would hold the tokens."""
+    ids, documents = batch["input_ids"], batch.get("document_ids")
+    parts = PartsDropout(model, order_of(case, torch.zeros_like(ids) if documents is None else documents))
+    parts.seed(lambda rank: seed_microbatch(SEED, number, share * parts.ranks + rank))
+    seeds = StageSeeds(model, stages, share, parts)
+    seeds.number = number
+    positions = None
+    if documents is not None:
+        positions = torch.from_numpy(np.stack([positions_of(row.numpy()) for row in documents]))
+        for block in model.layers:
+            block.attention.core = DocumentCore(documents)
+    logits = model(ids, positions)
+    seeds.remove()
+    return logits
 
 
 def _first_model(case: Case, dtype: torch.dtype) -> Decoder:
@@ -435,4 +532,6 @@ def default_case(**choices: str) -> Case:
     from lightning_megascale.support import dimensions
 
     case = {dimension: names[0] for dimension, names in dimensions().items()}
+    if "cp" in choices.get("axes", ""):
+        case.update({"context method": "ring", "context layout": "headtail"})
     return {**case, **choices}

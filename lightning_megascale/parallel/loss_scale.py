@@ -66,7 +66,7 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
     """What a scalar mean over this batch counts; None when nothing tells.
 
     Args:
-        batch: the microbatch. Integer ``labels`` (B, L) or (B,), -100 ignored; otherwise the rows of its first tensor count.
+        batch: the microbatch. Integer ``shift_labels`` (B, L), all counted, or ``labels`` (B, L) or (B,); -100 ignored; otherwise the rows of its first tensor count.
         loss_weight: "labels", "samples" or "auto" (labels when the batch has them).
         label_alignment: "aligned" counts all labels; "shift" and "huggingface" all but each row's first, whose target nothing
             predicts; None keeps both counts, and a step in which they would weigh differently is refused.
@@ -76,6 +76,9 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
         ValueError: for ``loss_weight="labels"`` without integer labels.
     """
     batch = vars(batch) if is_dataclass(batch) else batch
+    shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
+    if isinstance(shifted, torch.Tensor):  # targets that stand where they are scored, whoever laid them there
+        batch, label_alignment = {"labels": shifted}, "aligned"
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
         labels = None
@@ -86,8 +89,8 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
         whole = valid.sum().to(torch.float64)
         if labels.ndim < 2 or label_alignment == "aligned":
             return Weights(whole)
-        shifted = valid[..., 1:].sum().to(torch.float64)
-        return Weights(shifted, whole if label_alignment is None else None)
+        later = valid[..., 1:].sum().to(torch.float64)
+        return Weights(later, whole if label_alignment is None else None)
     rows = rows_of(batch)
     return None if rows is None else Weights(torch.tensor(float(rows), dtype=torch.float64, device=device))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -35,26 +35,43 @@ def first_rows(batch: Any, rows: int, count: int) -> Any:
 
 def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
     begin = number * size
-    if isinstance(value, (Tensor, np.ndarray)):
+
+    def cut(path: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return value[begin : begin + size] if len(value) == rows else value
         if value.ndim == 0:
             return value
         if value.shape[0] != rows:
             raise ValueError(
-                f"{name} has {value.shape[0]} rows and the batch {rows}, so it cannot be cut into microbatches: give each tensor one row "
+                f"{path} has {value.shape[0]} rows and the batch {rows}, so it cannot be cut into microbatches: give each tensor one row "
                 "for each sample, or make it a 0-dim tensor"
             )
         return value[begin : begin + size]
+
+    return map_batch(value, cut, name)
+
+
+def map_batch(value: Any, function: Callable[[str, Any], Any], name: str = "batch") -> Any:
+    """A batch of the same kinds with other leaves.
+
+    Args:
+        value: a nest of mappings, sequences and dataclasses.
+        function: (path such as ``batch['labels']``, leaf) -> leaf; leaves are tensors, arrays, and lists and tuples that hold neither
+            tensors nor containers. Anything else stays.
+        name: path of ``value``.
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        return function(name, value)
     if isinstance(value, Mapping):
-        pairs = {key: _part(item, rows, size, number, f"{name}[{key!r}]") for key, item in value.items()}
-        return _like(value, pairs)
+        return _like(value, {key: map_batch(item, function, f"{name}[{key!r}]") for key, item in value.items()})
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: _part(getattr(value, f.name), rows, size, number, f"{name}.{f.name}") for f in fields(value) if f.init}
+        changed = {f.name: map_batch(getattr(value, f.name), function, f"{name}.{f.name}") for f in fields(value) if f.init}
         return replace(value, **changed)
     if isinstance(value, (list, tuple)):
         named = hasattr(value, "_fields")
-        if len(value) == rows and not named and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
-            return value[begin : begin + size]
-        items = [_part(item, rows, size, number, f"{name}[{place}]") for place, item in enumerate(value)]
+        if not named and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
+            return function(name, value)
+        items = [map_batch(item, function, f"{name}[{place}]") for place, item in enumerate(value)]
         return type(value)(*items) if named else type(value)(items)
     return value
 

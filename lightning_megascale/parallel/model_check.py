@@ -7,6 +7,7 @@ import inspect
 from torch import nn
 
 from lightning_megascale.layout import ModelLayout, guess_layout
+from lightning_megascale.parallel.context import check_context
 from lightning_megascale.parallel.layouts import block_names, describe, is_published, roots_of, stage_count, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import unowned_parameters
 from lightning_megascale.parallel.pipeline_split import check_places, check_split
@@ -54,6 +55,7 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
             "name them with layout=ModelLayout(blocks='...')"
         )
     wrong += _rank_dependent_modules(module) if int(plan.data_parallel_size) > 1 or plan.pipeline_parallel_size > 1 else []
+    wrong += check_context(model, layout, plan) if plan.context_parallel_size > 1 else []
     wrong += _hooked_parameters(module)
     wrong += _units(model, layout)
     wrong += _published(model, plan) if is_published(model) else []

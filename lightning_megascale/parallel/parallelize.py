@@ -1,4 +1,4 @@
-"""The fixed order in which the axes are applied to a model: PP split -> TP/SP -> recompute -> compile -> FSDP2; then the first values."""
+"""The fixed order in which the axes are applied to a model: PP split -> TP/SP -> CP -> recompute -> compile -> FSDP2; then the first values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import MeshViews
+from lightning_megascale.parallel.context import Context, apply_context
 from lightning_megascale.parallel.data import apply_data_parallel, sum_gradients, units_of
 from lightning_megascale.parallel.layouts import block_names, is_published, roots_of, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import PassThrough, Pipeline, split_into_stages
@@ -34,6 +35,7 @@ class Parallelized:
         num_parameters: of the whole module, tied ones once.
         trainable: names of the whole module's trainable parameters.
         shapes: name and shape of each of the whole module's parameters, in module order; filled under a pipeline.
+        context: what attention reads, or None without context parallelism.
     """
 
     plan: ParallelPlan
@@ -47,6 +49,7 @@ class Parallelized:
     num_parameters: int = 0
     trainable: tuple[str, ...] = ()
     shapes: dict[str, torch.Size] = field(default_factory=dict)
+    context: Context | None = None
 
 
 def parallelize(
@@ -58,6 +61,7 @@ def parallelize(
     *,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    context: Context | None = None,
 ) -> Parallelized:
     """Applies every axis of a resolved plan in place.
 
@@ -66,6 +70,7 @@ def parallelize(
         target: the child (or the module itself) that layout names refer to.
         plan, views, layout: what to do, where, and to which modules; already checked with ``check_model``.
         param_dtype, reduce_dtype: mixed precision, see ``apply_data_parallel``.
+        context: what attention reads, under context parallelism.
 
     Returns:
         What was done. The model may still be on the meta device.
@@ -100,6 +105,9 @@ def parallelize(
             loss_parallel=plan.loss_parallel,
             compiled=bool(plan.compile),
         )
+    if context is not None:
+        apply_context(target, layout, context)
+        done.context = context
     if plan.compile:
         for block in blocks:
             block.compile(**(plan.compile if isinstance(plan.compile, Mapping) else {}))

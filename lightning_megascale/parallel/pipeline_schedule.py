@@ -52,6 +52,7 @@ class CallStage(PipelineStage):
         received, sent: what crosses its two boundaries; None at the ends.
         device, group: of the pipeline axis.
         before_forward: called with (stage, microbatch) before each forward.
+        before_backward: called with (microbatch) before each backward, which may compute a part of the forward again.
         reduce_every: gradients are summed over the data-parallel ranks after each microbatch, and kept sharded.
         reshard: parameters are freed after each backward too, and gathered again for the next.
     """
@@ -66,6 +67,7 @@ class CallStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         before_forward: Callable[[int, int], None],
+        before_backward: Callable[[int], None],
         reduce_every: bool,
         reshard: bool,
     ) -> None:
@@ -83,12 +85,21 @@ class CallStage(PipelineStage):
         self.calls: Sequence[Call] = ()
         self.microbatch = 0
         self.weight_functions: list[str] | None = None
-        self._before_forward, self._reduce_every, self._reshard = before_forward, reduce_every, reshard
+        self._before_forward, self._before_backward, self._reduce_every, self._reshard = (
+            before_forward,
+            before_backward,
+            reduce_every,
+            reshard,
+        )
         self._units = units_of(chunk)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._before_backward(bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *received: Any, **_: Any) -> Any:
         self._before_forward(self.stage_index, self.microbatch)
@@ -153,6 +164,7 @@ def build_schedule(
     group: dist.ProcessGroup,
     loss_fn: Callable[[Any, Tensor], Tensor],
     before_forward: Callable[[int, int], None],
+    before_backward: Callable[[int], None],
     train: bool,
     reduce_every: bool = False,
     reshard: bool = False,
@@ -166,7 +178,7 @@ def build_schedule(
         boundaries: what leaves each stage but the last.
         device, group: of the pipeline axis.
         loss_fn: (the model's output, microbatch number as a 0-dim tensor) -> loss; called on the last stage only.
-        before_forward: see ``CallStage``.
+        before_forward, before_backward: see ``CallStage``.
         train: False: forward only.
         reduce_every, reshard: see ``CallStage``.
     """
@@ -175,7 +187,7 @@ def build_schedule(
     for index, chunk in zip(pipeline.own_stages, pipeline.chunks):
         received = None if index == 0 else boundaries[index - 1].empty(train and pipeline.trains[index - 1])
         sent = None if index == total - 1 else boundaries[index].empty(train and pipeline.trains[index])
-        stages.append(CallStage(chunk, index, total, received, sent, device, group, before_forward, reduce_every, reshard))
+        stages.append(CallStage(chunk, index, total, received, sent, device, group, before_forward, before_backward, reduce_every, reshard))
     if not train:
         return ForwardOnly(stages, microbatches, pipeline.stages.owners, loss_fn), stages
     kind = get_schedule_class(schedule)

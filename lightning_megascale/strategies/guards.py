@@ -56,6 +56,11 @@ def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
             "save_distributed_checkpoint=False: rank 0 would write its own pipeline stages only; leave it True, and make one file with "
             "`megascale checkpoint export`"
         )
+    if plan.context_parallel_size > 1 and not module.automatic_optimization:
+        wrong.append(
+            f"context_parallel_size={plan.context_parallel_size} and manual optimization: the first batch proves where the step scores its "
+            "targets by trying it, which a step that runs backward itself does not allow: use automatic optimization"
+        )
     if plan.global_batch_size is not None and not module.automatic_optimization:
         wrong.append(
             "global_batch_size is given and the module uses manual optimization, whose steps it takes itself: leave it None, or use "

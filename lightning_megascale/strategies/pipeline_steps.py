@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
+from lightning_megascale.parallel.context import Context, prepare_call
 from lightning_megascale.parallel.layouts import is_published
 from lightning_megascale.parallel.loss_scale import Weights, rows_of, weigh, weighted
 from lightning_megascale.parallel.microbatches import first_rows, split_rows
@@ -108,6 +109,7 @@ class PipelineSteps:
         plan, views, device, seed: of the run.
         output_dtype: floating outputs of the model are cast to it (mixed precision); None leaves them.
         agree: (numbers) -> the largest over all ranks of each; host data, never waits for a device.
+        context: what attention reads, under context parallelism.
     """
 
     def __init__(
@@ -121,12 +123,13 @@ class PipelineSteps:
         seed: int,
         output_dtype: torch.dtype | None,
         agree: Callable[[Sequence[float]], list[float]],
+        context: Context | None = None,
     ) -> None:
         assert views.pipeline is not None
         self.pipeline, self.num_microbatches = pipeline, 0
         self._module, self._plan, self._views, self._device, self._seed = module, plan, views, device, seed
         self._group = views.pipeline.get_group()
-        self._output_dtype, self._agree = output_dtype, agree
+        self._output_dtype, self._agree, self._context = output_dtype, agree, context
         self._switch = _Switch()
         if not isinstance(model, Piped):  # it is one from an earlier Trainer's run
             become(model, Piped)
@@ -221,9 +224,10 @@ class PipelineSteps:
                         work.step(part, *work.rest)
                         return _NotCalled()
                     except _Captured as captured:
+                        call = captured.call
                         if is_published(self._model):
-                            check_call(self._model, self._plan, captured.call[1])
-                        calls.append(captured.call)
+                            check_call(self._model, self._plan, call[1])
+                        calls.append(call if self._context is None else self._prepared(call))
         finally:
             self._switch.mode = None
             self._state.restore(work.before)
@@ -246,7 +250,18 @@ class PipelineSteps:
 
     def _seed_part(self, work: _Work, number: int) -> None:
         """Both runs of a microbatch's step draw the same, on all ranks of the pipeline."""
-        seed_step(self._seed, "microbatch", work.number * len(work.parts) + number, self._views.data_parallel_rank)
+        self._select(work, number)
+        seed_step(self._seed, "microbatch", work.number * len(work.parts) + number, self._views.token_rank)
+
+    def _prepared(self, call: Call) -> Call:
+        assert self._context is not None
+        forward = super(Piped, self._model).forward  # type: ignore[misc]  # of the user's class
+        return prepare_call(self._model, self._context, *call, forward=forward)
+
+    def _select(self, work: _Work, number: int) -> None:
+        """Which rows attention works on."""
+        if self._context is not None and self._context.probe is None:
+            self._context.select(number * work.rows, work.rows)
 
     # ---- the schedule --------------------------------------------------------------------------------------------------
 
@@ -257,6 +272,7 @@ class PipelineSteps:
         if isinstance(calls, Exception) or any_failed:
             raise self._error_of_all(calls)
         if is_new:
+            self._select(work, 0)
             self._build(key, calls[0])
         self._built.move_to_end(key)
         schedule, stages = self._built[key]
@@ -300,6 +316,7 @@ class PipelineSteps:
             group=self._group,
             loss_fn=self._loss,
             before_forward=self._before_forward,
+            before_backward=self._before_backward,
             train=train,
             reduce_every=self._plan.reduce_gradients == "every",
             reshard=self._plan.reshard_after_forward is True,
@@ -311,7 +328,12 @@ class PipelineSteps:
         assert self._work is not None
         if self._work.train:
             set_microbatch_weight(self._work.auxiliary[number])
-        seed_stage(self._seed, self._work.number * len(self._work.parts) + number, self._views.data_parallel_rank, stage)
+        self._select(self._work, number)
+        seed_stage(self._seed, self._work.number * len(self._work.parts) + number, self._views.token_rank, stage)
+
+    def _before_backward(self, number: int) -> None:
+        assert self._work is not None
+        self._select(self._work, number)
 
     # ---- the loss, on the last stage -----------------------------------------------------------------------------------
 

@@ -45,11 +45,11 @@ class Ranks(ModelParallelStrategy):
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def _set_metric_groups(self) -> None:
-        """torchmetrics objects reduce over those who see other rows, not over all ranks."""
+        """torchmetrics objects reduce over those who see other rows or tokens, not over all ranks."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if hasattr(module, "process_group") and hasattr(module, "dist_sync_fn") and module.process_group is None:
-                module.process_group = self.mesh_views.batch.get_group()
+                module.process_group = self.mesh_views.loss.get_group()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Workers are seeded by the share of rows they load, so tensor-parallel peers augment alike."""
@@ -80,9 +80,9 @@ class Ranks(ModelParallelStrategy):
         return bool(value.item())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Over the ranks that see other rows, also where Lightning says "all ranks", unless another group is given."""
+        """Over the ranks that see other rows or tokens, also where Lightning says "all ranks", unless another group is given."""
         if group is None or group is torch.distributed.group.WORLD:
-            group = self.mesh_views.batch.get_group()
+            group = self.mesh_views.loss.get_group()
         return GatherRows.apply(tensor, group) if sync_grads else super().all_gather(tensor, group)
 
     def barrier(self, name: str | None = None) -> None:

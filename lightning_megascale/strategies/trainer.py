@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -19,20 +19,23 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megascale.callbacks.context_sharding import RingContextSharding
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import build_mesh, compatible_mesh
+from lightning_megascale.parallel.context import Context, prepare_call
 from lightning_megascale.parallel.data import postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
 from lightning_megascale.parallel.layouts import find_layout, is_published, target_of
 from lightning_megascale.parallel.model_check import check_model
 from lightning_megascale.parallel.parallelize import Parallelized, is_parallel, parallelize, record_units
 from lightning_megascale.parallel.pipeline import standing_in
-from lightning_megascale.parallel.rng import seed_microbatch
+from lightning_megascale.parallel.rng import seed_microbatch, seed_step
 from lightning_megascale.parallel.tied import broadcast_tied, sum_tied_gradients
 from lightning_megascale.plan import ParallelPlan, batch_arithmetic
 from lightning_megascale.strategies import guards, pipeline_guards
 from lightning_megascale.strategies.arguments import plan_from, shows_fields_of_a_plan
 from lightning_megascale.strategies.checkpoint.pretrained import InitFrom, Pretrained
+from lightning_megascale.strategies.context_steps import ContextSteps
 from lightning_megascale.strategies.habits import give_finder_the_step_loss
 from lightning_megascale.strategies.pipeline_steps import PipelineSteps
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
@@ -92,6 +95,7 @@ class MegascaleStrategy(Saving):
         self._numbers: StepNumbers | None = None
         self._finishing: Optimizer | None = None
         self._pipeline: PipelineSteps | None = None
+        self._sequences: ContextSteps | None = None
         self._scaling: pipeline_guards.GradientScaling | None = None
         self._peers_checked: set[str] = set()
         self.grad_norm: Tensor | None = None
@@ -154,6 +158,7 @@ class MegascaleStrategy(Saving):
         install_clipping(plugin, self._note_norm, self._spread_of_parameters)
         self._parallelize(param_dtype)
         self._open_pipeline(None if param_dtype is None else torch.float32)
+        self._open_sequences(trainer)
         self._set_metric_groups()
         log_whole_values(trainer, self.lightning_module)
         answer_grad_norm(self)
@@ -207,7 +212,11 @@ class MegascaleStrategy(Saving):
             rank_zero_info("ranks built different first values (no seed_everything?): all take those of rank 0")
             broadcast_from_first(module, self.root_device, filled)
         reduce_dtype = reduction_dtype(module, param_dtype, self.plan.reduce_dtype)
-        self._done = parallelize(module, target, self.plan, self.mesh_views, layout, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        plan, views = self.plan, self.mesh_views
+        method, backend = plan.context_parallel_method, plan.attention_backend
+        context = Context(views, method, backend, self.root_device, told=rank_zero_info) if views.context is not None else None
+        dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        self._done = parallelize(module, target, plan, views, layout, context=context, **dtypes)
         if pretrained is not None:
             pretrained.reserve(module, self.root_device)
         if on_meta(module):
@@ -226,8 +235,9 @@ class MegascaleStrategy(Saving):
             return
         _, target = target_of(module, self._module_name)
         views, device = self.mesh_views, self.root_device
+        dtype, agree = output_dtype, self._largest_over_ranks
         self._pipeline = PipelineSteps(
-            module, target, self._done.pipeline, self.plan, views, device, self._seed, output_dtype, self._largest_over_ranks
+            module, target, self._done.pipeline, self.plan, views, device, self._seed, dtype, agree, self._done.context
         )
         module.trainer.fit_loop.epoch_loop.automatic_optimization.__dict__["_make_zero_grad_fn"] = _zeroed_already
         hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
@@ -235,6 +245,39 @@ class MegascaleStrategy(Saving):
         if any(_is_overridden(owner, hook) for owner in owners for hook in hooks) and views.pipeline is not None:
             self._scaling = pipeline_guards.GradientScaling(views.pipeline)
             self.precision_plugin._after_closure = self._checked_after_closure  # type: ignore[method-assign]
+
+    def _open_sequences(self, trainer: pl.Trainer) -> None:
+        """Makes batches be cut along their sequence, and calls of the model be given the positions of what is left."""
+        module = self.lightning_module
+        assert module is not None and self._done is not None
+        context = self._done.context
+        if context is None:
+            return
+        callback = next((callback for callback in trainer.callbacks if isinstance(callback, RingContextSharding)), None)  # type: ignore[attr-defined]
+        if callback is None:
+            callback = RingContextSharding()
+            trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+            rank_zero_info("RingContextSharding was added: batches are cut along their sequence")
+        _, target = target_of(module, self._module_name)
+        agree = self._largest_over_ranks
+        self._sequences = ContextSteps(self.plan, self.mesh_views, self.root_device, context, module, target, callback, agree)
+        if self._pipeline is None and "_megascale_positions" not in target.__dict__:
+            target.__dict__["_megascale_positions"] = target.register_forward_pre_hook(
+                lambda model, args, kwargs: prepare_call(model, context, args, kwargs), with_kwargs=True, prepend=True
+            )
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._sequences is None:
+            return batch
+        assert self.lightning_module is not None
+        state = self.lightning_module.trainer.state.stage
+        return self._sequences.shard(batch, "train" if state is None else str(state.value))
+
+    @property
+    def batch_shape(self) -> tuple[int, int] | None:
+        """(tokens, tokens of a row) of the last whole batch under context parallelism, padding left out; None without it."""
+        return None if self._sequences is None else (self._sequences.batch_tokens, self._sequences.batch_length)
 
     def _checked_after_closure(self, *args: Any, **kwargs: Any) -> None:
         """Lightning's hooks and clipping between a backward and the optimizer's step; then what they did to the gradients."""
@@ -296,12 +339,16 @@ class MegascaleStrategy(Saving):
         guards.check_rows(batch, self.plan)
         self._check_peers("train", batch)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        if self._sequences is not None:
+            self._sequences.prove(module.training_step, args[1:], self._pipeline)
         if self._pipeline is not None:
             return self._pipelined_step(self._pipeline, number, batch, args[1:])
-        seed_microbatch(self._seed, number, self.data_parallel_rank)
+        seed_microbatch(self._seed, number, self.mesh_views.token_rank)
         self.numbers.before_forward(batch)
-        with guards.explained(guards.IN_STEP):
+        with guards.explained(guards.IN_STEP), nullcontext() if self._sequences is None else self._sequences.watched(batch):
             output = super().training_step(*args, **kwargs)
+        if self._sequences is not None:  # what the loader draws next is drawn alike by all who hold parts of its rows
+            seed_step(self._seed, "after", number, self.data_parallel_rank)
         return self.numbers.after_forward(module, output)
 
     def _pipelined_step(self, pipeline: PipelineSteps, number: int, batch: Any, rest: tuple[Any, ...]) -> Any:
@@ -331,11 +378,14 @@ class MegascaleStrategy(Saving):
         return self._evaluate("test_step", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", super().predict_step, *args, **kwargs)
+        result = self._evaluate("predict_step", super().predict_step, *args, **kwargs)
+        return result if self._sequences is None else self._sequences.restore(result)
 
     def _evaluate(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = args[0] if args else next(iter(kwargs.values()))
         self._check_peers(name, batch)
+        if self._sequences is not None:
+            self._sequences.prove(None, (), self._pipeline)
         if self._pipeline is None:
             return step(*args, **kwargs)
         contexts = {"validation_step": "val_step_context", "test_step": "test_step_context", "predict_step": "predict_step_context"}

@@ -1,6 +1,6 @@
 """Step time of MegascaleStrategy against a hand-written torch loop with the same calls and against Lightning's ModelParallelStrategy.
 
-Run: ``python -m tests.benchmarks.overhead [ranks=2,4] [sizes=tiny,100m] [rounds=9]``. The three contenders take turns inside one
+Run: ``python -m tests.benchmarks.overhead [ranks=2,4] [sizes=tiny,100m] [rounds=9] [steps=12]``. The three contenders take turns inside one
 run on the same ranks, so a drifting machine slows all of them; figures are medians of per-round ratios with their 95% interval. The
 second row of each size is processor time, summed over the ranks: it leaves out waiting, and what other programs do to the clock.
 """
@@ -46,7 +46,7 @@ SIZES = {  # config, rows and tokens of a rank's batch, steps of a turn, steps o
         DecoderConfig(vocab_size=16000, hidden_size=768, num_layers=11, num_heads=12, intermediate_size=2048, max_position_embeddings=64),
         1,
         32,
-        5,
+        12,
         2,
     ),
 }
@@ -175,6 +175,8 @@ def main(arguments: list[str]) -> None:
     table = Table(
         "ranks", "parameters", "ms a step", "vs hand-written", "vs ModelParallelStrategy", title="step time, median ratio [95% interval]"
     )
+    if "steps" in options:
+        SIZES.update({name: (*values[:3], int(options["steps"]), values[4]) for name, values in SIZES.items()})
     for ranks in map(int, options.get("ranks", "2,4").split(",")):
         for size in options.get("sizes", "tiny,100m").split(","):
             results = run_ranks(contest, ranks, size, int(options.get("rounds", 9)), timeout=3000)

@@ -161,7 +161,9 @@ def test_a_sum_in_place_of_a_mean_is_found() -> None:
 @pytest.mark.slow
 def test_another_step_of_the_optimizer_is_found() -> None:
     report = only(verify(words(models.ScaledOnRanks), ["dp2"], layout=LAYOUT))
-    assert report.first_divergence is not None and report.first_divergence.startswith("the optimizer, or what the module does from step 2 on"), report
+    assert report.first_divergence is not None and report.first_divergence.startswith(
+        "the optimizer, or what the module does from step 2 on"
+    ), report
     assert report.gradient[0] > 1e-6  # type: ignore[index]
 
 

@@ -1,0 +1,339 @@
+"""Context parallelism: every attention of a model is sent through ``ops/context_attention.py``, over the tokens of all ranks.
+
+Three seams, by what a model is: an attention module with a replaceable, parameter-free ``core`` gets ours; a transformers model comes through
+its public attention registry (``context_huggingface.py``); any other attention module has its calls of
+``F.scaled_dot_product_attention`` taken over while its forward runs (not around the whole model: a recomputed block would then
+attend inside its shard). What none of them reaches is found by the probe (``context_probe.py``).
+
+Shapes: B rows, N heads, G key/value heads, S tokens of this rank, H head dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_megascale.layout import ModelLayout
+from lightning_megascale.mesh import MeshViews
+from lightning_megascale.ops.attention import Kernel, choose_kernel
+from lightning_megascale.ops.context_attention import Pattern, exchanged_attention, gathered_attention, ring_attention
+from lightning_megascale.ops.sequence_layout import ring_step_ratio
+from lightning_megascale.parallel.context_batch import SequenceShard
+from lightning_megascale.parallel.context_probe import Probe
+from lightning_megascale.parallel.layouts import block_names, is_published
+from lightning_megascale.parallel.mixin import become
+from lightning_megascale.plan import ParallelPlan
+
+RING_TOKENS = 4096
+"""Tokens of a rank from which a hop's transfer hides behind its products on an H100 over 400 Gbit/s with a quarter as many key heads:
+2 x (G / N) x FLOP/s / bytes per second; the rule "one rank per 4,096 tokens" of Megatron-Bridge's guide says the same."""
+RING_BALANCE = 1.25  # a ring waits for its slowest rank at every step; above this ratio the other methods, which wait once, win
+
+
+def choose_method(heads: int, kv_heads: int, tokens: int, size: int, balance: float = 1.0) -> str:
+    """The method that "auto" means.
+
+    Args:
+        heads, kv_heads: of this rank.
+        tokens: of this rank.
+        size: context-parallel ranks.
+        balance: ``ring_step_ratio`` of the rows.
+    """
+    if tokens >= RING_TOKENS and balance <= RING_BALANCE:
+        return "ring"
+    return "ulysses" if heads % size == 0 and kv_heads % size == 0 else "allgather"
+
+
+@dataclass(eq=False)
+class Context:
+    """What the attention of a run has to know: who holds which tokens of the microbatch that is computed.
+
+    Args:
+        views: the mesh.
+        method, backend: of the plan.
+        device: of the tensors.
+    """
+
+    views: MeshViews
+    method: str
+    backend: str
+    device: torch.device
+    whole: SequenceShard | None = None
+    shard: SequenceShard | None = None
+    probe: Probe | None = None
+    expected: tuple[str, ...] = ()
+    """Attention modules that have to come through; of a transformers model, whose names say little, the blocks that hold them."""
+    reached: set[str] = field(default_factory=set)
+    told: Callable[[str], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        return self
+
+    @property
+    def missing(self) -> list[str]:
+        """What should have come through by now and has not."""
+        return [name for name in self.expected if not any(reached == name or reached.startswith(name + ".") for reached in self.reached)]
+
+    def begin(self, shard: SequenceShard) -> None:
+        """A batch whose steps follow."""
+        self.whole = self.shard = shard
+
+    def select(self, start: int, rows: int) -> None:
+        """The microbatch whose forward or backward follows."""
+        assert self.whole is not None
+        self.shard = self.whole if rows == self.whole.rows else self.whole.part(start, rows)
+
+    @property
+    def positions(self) -> Tensor | None:
+        """(B, S) of the rows that are computed."""
+        if self.probe is not None:
+            return self.probe.positions
+        return None if self.shard is None else self.shard.position_ids
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, window: int | None, scale: float | None, name: str) -> Tensor:
+        """Attention of this rank's queries to the keys of all ranks.
+
+        Args:
+            q: (B, N, S, H). k, v: (B, G, S, H).
+            is_causal, window, scale: as in ``Pattern``.
+            name: of the attention module, for messages.
+
+        Returns:
+            (B, N, S, H).
+
+        Raises:
+            ValueError: for lengths that are not those of the batch.
+        """
+        self.reached.add(name)
+        if self.probe is not None:
+            return self.probe.attend(q, k, v, is_causal, window, scale, name)
+        shard = self.shard
+        if shard is None:
+            raise ValueError(f"{name}: attention runs outside of a step, so nothing tells which tokens the other ranks hold")
+        expected = (shard.rows, shard.local_length)
+        for what, tensor in (("queries", q), ("keys", k), ("values", v)):
+            if (tensor.shape[0], tensor.shape[2]) != expected:
+                raise ValueError(
+                    f"{name}: {what} are (rows, tokens) = {(tensor.shape[0], tensor.shape[2])} and this rank's part of the batch {expected}: "
+                    "a cache, cross-attention, or a sequence made inside of the model cannot be context parallel"
+                )
+        if q.device.type == "meta":
+            return torch.empty_like(q)
+        pattern = shard.pattern(is_causal, window, scale)
+        return self._run(q.contiguous(), k.contiguous(), v.contiguous(), pattern, choose_kernel(self.backend, q.device))
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kernel: Kernel) -> Tensor:
+        views = self.views
+        if views.context is None:
+            return ring_attention(q, k, v, pattern, kernel, None)
+        group = views.context.get_group()
+        method = self.method
+        if method == "auto":
+            balance = max(ring_step_ratio(tables) for tables in pattern.tables) if q.shape[2] >= RING_TOKENS else 1.0
+            method = choose_method(q.shape[1], k.shape[1], q.shape[2], views.context.size(), balance)
+        if self.told is not None:
+            self.told(f"context_parallel_method={method!r} over {views.context.size()} ranks, attention kernel {kernel.name!r}")
+            self.told = None
+        if method == "ring":
+            return ring_attention(q, k, v, pattern, kernel, group)
+        if method == "allgather":
+            return gathered_attention(q, k, v, pattern, kernel, group)
+        if method == "ulysses":
+            return exchanged_attention(q, k, v, pattern, kernel, group)
+        assert views.context_heads is not None and views.context_ring is not None
+        return exchanged_attention(q, k, v, pattern, kernel, views.context_heads.get_group(), views.context_ring.get_group())
+
+
+# ---- the seams -----------------------------------------------------------------------------------------------------------------------
+
+
+class ContextCore(nn.Module):
+    """Takes the place of an attention module's ``core``."""
+
+    def __init__(self, context: Context, name: str) -> None:
+        super().__init__()
+        self.context, self.name = context, name
+
+    @torch.compiler.disable
+    def forward(self, q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, is_causal: bool = True) -> Tensor:
+        return self.context.attend(q_BNSH, k_BGSH, v_BGSH, is_causal=is_causal, window=None, scale=None, name=self.name)
+
+
+class _Taken(TorchFunctionMode):
+    """While an attention module runs: its calls of ``F.scaled_dot_product_attention`` go over all ranks."""
+
+    def __init__(self, context: Context, name: str, training: bool) -> None:
+        super().__init__()
+        self.context, self.name, self.training = context, name, training
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is F.multi_head_attention_forward:
+            raise ValueError(
+                f"{self.name}: nn.MultiheadAttention attends inside of torch, where other ranks' tokens cannot be brought in: call "
+                "F.scaled_dot_product_attention on projected queries, keys and values"
+            )
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ValueError(
+                f"{self.name}: attn_mask of shape {tuple(attn_mask.shape)} cannot be honoured under context parallelism, where no rank has "
+                "all keys: use is_causal=True, document_ids in the batch for packed documents, and a 2-D attention_mask there for padding"
+            )
+        if dropout_p:
+            raise ValueError(f"{self.name}: dropout_p={dropout_p} in attention has no counterpart under context parallelism: set it to 0")
+        if query.ndim != 4 or value.shape[-1] != query.shape[-1]:
+            raise ValueError(
+                f"{self.name}: queries {tuple(query.shape)} and values {tuple(value.shape)}: context parallelism takes (B, heads, tokens, "
+                "head dim) with one head dim"
+            )
+        if not enable_gqa and key.shape[1] != query.shape[1]:
+            key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))  # as torch broadcasts a single head
+        return self.context.attend(query, key, value, is_causal=is_causal, window=None, scale=scale, name=self.name)
+
+
+class ContextAttention:
+    """Mixin of an attention module that calls ``F.scaled_dot_product_attention``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        context, name = self.__dict__["_megascale_context"]
+        with _Taken(context, name, self.training):  # type: ignore[attr-defined]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def attention_names(model: nn.Module, layout: ModelLayout | None) -> tuple[str, ...]:
+    """The attention modules: by the layout, else those whose class says so, outermost first."""
+    names = [name for name, _ in model.named_modules()]
+    if layout is not None and layout.attention:
+        return layout.resolve(names)["attention"]
+    found = [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower() or _is_attn(type(module))]
+    return tuple(name for name in found if not any(name.startswith(other + ".") for other in found))
+
+
+def _is_attn(kind: type) -> bool:
+    return kind.__name__.lower().endswith("attn")
+
+
+def check_context(model: nn.Module, layout: ModelLayout | None, plan: ParallelPlan) -> list[str]:
+    """A message for every rule of context parallelism that a model violates."""
+    if is_published(model):
+        from lightning_megascale.parallel.context_huggingface import check_published
+
+        return check_published(model)
+    wrong = []
+    if hasattr(model, "training_step"):
+        wrong.append(
+            f"context_parallel_size={plan.context_parallel_size}: the layers of {type(model).__name__} are its own attributes, so no call of a "
+            "model can be given this rank's positions: put them into one child module with a forward of its own"
+        )
+    elif not attention_names(model, layout):
+        wrong.append(
+            f"context_parallel_size={plan.context_parallel_size}: no module of {type(model).__name__} is called attention by its class, so it "
+            "is unknown where tokens of other ranks come in: name them with layout=ModelLayout(attention='...')"
+        )
+    multi = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    if multi:
+        wrong.append(
+            f"{', '.join(multi[:4])}: nn.MultiheadAttention attends inside of torch, where other ranks' tokens cannot be brought in: call "
+            "F.scaled_dot_product_attention on projected queries, keys and values"
+        )
+    return wrong
+
+
+def apply_context(model: nn.Module, layout: ModelLayout | None, context: Context) -> None:
+    """Sends the attention of a model, or of this rank's stages of it, through ``context``."""
+    if is_published(model):
+        from lightning_megascale.parallel.context_huggingface import apply_published
+
+        apply_published(model, context)
+        blocks = block_names(model, layout)
+        context.expected = tuple(name for name in blocks if any(True for _ in model.get_submodule(name).parameters()))
+    else:
+        context.expected = tuple(n for n in attention_names(model, layout) if any(True for _ in model.get_submodule(n).parameters()))
+        for name in attention_names(model, layout):
+            module = model.get_submodule(name)
+            core = getattr(module, "core", None)
+            if isinstance(core, nn.Module) and not any(True for _ in core.parameters()):
+                module.core = ContextCore(context, name)
+            elif name in context.expected:
+                become(module, ContextAttention).__dict__["_megascale_context"] = (context, name)
+
+
+# ---- what a model is called with -----------------------------------------------------------------------------------------------------
+
+
+def prepare_call(
+    model: nn.Module, context: Context, args: tuple, kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+) -> tuple[tuple, dict[str, Any]]:
+    """A call of the model with what follows from the layout of the batch: positions, and no mask of the row's own shape.
+
+    Args:
+        model: the parallelized module.
+        context: of the run.
+        args, kwargs: what the step gave.
+        forward: whose arguments count; None: the model's.
+
+    Raises:
+        ValueError: for positions that are not those of this rank's tokens.
+    """
+    positions = context.positions
+    if positions is None:
+        return args, kwargs
+    signature = inspect.signature(forward or model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return args, kwargs  # the call itself says what is wrong
+    given = dict(bound.arguments)
+    more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    takes = set(signature.parameters) | ({"position_ids"} if more and is_published(model) else set())
+    extra = given.get(more, {}) if more else {}
+    own = given.get("position_ids", extra.get("position_ids"))
+    if own is None and "position_ids" in takes:
+        kwargs = {**kwargs, "position_ids": positions}
+        if "position_ids" in given:  # given as None by place
+            args = tuple(positions if name == "position_ids" else value for name, value in zip(signature.parameters, args))
+            kwargs.pop("position_ids") if len(args) > list(signature.parameters).index("position_ids") else None
+    elif own is not None and own is not positions and context.probe is None:
+        _check_positions(own, positions)
+    mask = given.get("attention_mask", extra.get("attention_mask"))
+    if isinstance(mask, Tensor) and tuple(mask.shape) == tuple(positions.shape):
+        kwargs = {**kwargs, "attention_mask": None}
+        names = list(signature.parameters)
+        if "attention_mask" in names and names.index("attention_mask") < len(args):
+            args = tuple(None if name == "attention_mask" else value for name, value in zip(names, args))
+            kwargs.pop("attention_mask")
+    if is_published(model):
+        from lightning_megascale.parallel.context_huggingface import published_arguments
+
+        kwargs = published_arguments(model, kwargs)
+    return args, kwargs
+
+
+def _check_positions(given: Any, positions: Tensor) -> None:
+    if isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] == positions.shape[1]:
+        if torch.equal(given.to(positions).expand_as(positions), positions):
+            return
+    raise ValueError(
+        "training_step gives the model position_ids that are not those of this rank's tokens (counted from the length of what it got?): leave "
+        "them out, or pass batch['position_ids']"
+    )

@@ -1,0 +1,343 @@
+"""One batch cut along its sequence: this rank's tokens of every tensor, targets that no shard border cuts, and the way back.
+
+The whole batch is known on every rank, so nothing is sent: which tokens go where, and what attention then computes, are index maths
+(``ops/sequence_layout.py``). Shapes: B rows, L tokens of a row, W ranks, S tokens of a rank.
+
+A shard is ``L / W`` tokens and, where they are needed, a few *spare* places at its end that belong to no document: a step that shifts labels
+itself drops the last logits of what it is given and the first label, so its labels are laid one place later and the spare place takes
+the loss. Every target then stands where that step looks for it, and the step stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_megascale.ops.context_attention import Pattern, Tables
+from lightning_megascale.ops.sequence_layout import PADDING, assign, positions_of, runs_of
+from lightning_megascale.parallel.loss_scale import IGNORE_INDEX
+from lightning_megascale.parallel.microbatches import map_batch
+
+_STALE = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen", "max_length_q", "max_length_k")
+_SHIFTED = ("shift", "huggingface")
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """How the rows of one batch lie over the ranks.
+
+    Args:
+        tables: for each row the runs of every rank; one entry where all rows are alike.
+        order: (B, W, L' / W) which token of the row each rank holds at each place; L' is L with padding.
+        rank: this rank.
+        length: L, before padding.
+        spare: places at the end of each shard that hold no token.
+        position_ids, document_ids: (B, S) of this rank's tokens; ``PADDING`` is the document of what is none.
+        has_documents: rows hold several documents, or padding.
+    """
+
+    tables: tuple[Tables, ...]
+    order: Tensor
+    rank: int
+    length: int
+    spare: int
+    position_ids: Tensor
+    document_ids: Tensor
+    has_documents: bool = False
+    patterns: dict[Any, Pattern] = field(default_factory=dict, compare=False)
+
+    @property
+    def local_length(self) -> int:
+        """S."""
+        return self.order.shape[2] + self.spare
+
+    @property
+    def rows(self) -> int:
+        return self.order.shape[0]
+
+    def pattern(self, is_causal: bool, window: int | None, scale: float | None) -> Pattern:
+        """What attention over these rows computes."""
+        key = (is_causal, window, scale)
+        if key not in self.patterns:
+            self.patterns[key] = Pattern(self.tables, is_causal, window, scale)
+        return self.patterns[key]
+
+    def part(self, start: int, count: int) -> SequenceShard:
+        """Some of the rows: a microbatch."""
+        rows = slice(start, start + count)
+        tables = self.tables if len(self.tables) == 1 else self.tables[rows]
+        return SequenceShard(
+            tables,
+            self.order[rows],
+            self.rank,
+            self.length,
+            self.spare,
+            self.position_ids[rows],
+            self.document_ids[rows],
+            self.has_documents,
+        )
+
+    def to(self, device: torch.device) -> SequenceShard:
+        """The tensors that models read, on their device."""
+        moved = (self.position_ids.to(device), self.document_ids.to(device))
+        return SequenceShard(self.tables, self.order, self.rank, self.length, self.spare, *moved, self.has_documents)
+
+    def whole(self, result: Any, group: dist.ProcessGroup | None) -> Any:
+        """A step's result with the layout undone: what is (B, S, ...) becomes (B, L, ...), in the order of the row, on every rank."""
+
+        def joined(tensor: Tensor) -> Tensor:
+            if tensor.ndim < 2 or tuple(tensor.shape[:2]) != (self.rows, self.local_length):
+                return tensor
+            own = tensor[:, : self.order.shape[2]].contiguous()
+            parts = [own]
+            if group is not None:
+                parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, own, group=group)
+            places = self.order.flatten(1).argsort(1).to(own.device)  # (B, L')
+            every = torch.cat(parts, 1)
+            return every[torch.arange(self.rows, device=own.device)[:, None], places][:, : self.length]
+
+        return tree_map_only(Tensor, joined, result)
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """How batches are cut; equal on all ranks.
+
+    Args:
+        ranks, rank: of the context-parallel axis.
+        layout: "contiguous", "headtail", "packed", or "auto": "packed" where rows hold documents or padding, else "headtail".
+        label_alignment: "aligned", "shift" or "huggingface", as the plan has it.
+        multiple: S is a multiple of it: the tensor-parallel ranks that split the sequence again.
+        training: labels count; without it (prediction) there may be none.
+    """
+
+    ranks: int
+    rank: int
+    layout: str = "auto"
+    label_alignment: str | None = "aligned"
+    multiple: int = 1
+    training: bool = True
+
+    def __call__(self, batch: Any) -> tuple[Any, SequenceShard]:
+        """This rank's part of a batch.
+
+        Args:
+            batch: a dict or dataclass with Hugging Face's keys, or a sequence whose first whole-number (B, L) tensor holds the tokens
+                and whose second the labels.
+
+        Returns:
+            The batch of the same kind, with ``position_ids`` and ``document_ids`` added to a dict, and how it was cut.
+
+        Raises:
+            ValueError: for what cannot be cut right, in the same words on all ranks.
+        """
+        names = names_of(batch)
+        tokens = names.tokens
+        rows, length = tokens.shape[:2]
+        documents, mask = _documents(names, rows, length)
+        has_documents = documents is not None
+        layout = self.layout if self.layout != "auto" else "packed" if has_documents else "headtail"
+        unit = 2 * self.ranks if layout == "headtail" and self.ranks > 1 else self.ranks
+        padded = -(-length // unit) * unit
+        local = padded // self.ranks
+        shifts = self.label_alignment == "shift" and names.labels is not None
+        spare = next(spare for spare in range(int(shifts), self.multiple + 1) if (local + spare) % self.multiple == 0)
+        if (spare or padded != length) and names.labels is None and self.training:
+            raise ValueError(
+                f"rows of {length} tokens over context_parallel_size={self.ranks} need "
+                f"{padded - length + spare} places that hold no token, and the batch has no 'labels' to leave them out of the loss: put "
+                f"integer labels (-100 where nothing counts) into the batch, or give rows of a multiple of {unit * self.multiple} tokens"
+            )
+        positions = _positions(names, documents, rows, length)
+        order, tables = _tables(documents, rows, length, padded, self.ranks, layout)
+        own = torch.from_numpy(order[:, self.rank])  # (B, S - spare)
+        taker = _Taker(rows, length, padded, spare, own)
+        shard = SequenceShard(
+            tables,
+            torch.from_numpy(order),
+            self.rank,
+            length,
+            spare,
+            taker.take(positions, 0),
+            taker.take(torch.zeros((rows, length), dtype=torch.int64) if documents is None else torch.from_numpy(documents), PADDING),
+            has_documents,
+        )
+        labels = None if names.labels is None else self._labels(names, taker, mask)
+        cut = map_batch(batch, lambda name, leaf: labels if leaf is names.labels and labels is not None else taker.leaf(name, leaf))
+        if isinstance(cut, dict):
+            cut["position_ids"], cut["document_ids"] = shard.position_ids, shard.document_ids
+            if self.label_alignment == "huggingface" and labels is not None:
+                cut.setdefault("shift_labels", labels)
+        return cut, shard
+
+    def _labels(self, names: Names, taker: _Taker, mask: Tensor | None) -> Tensor:
+        """(B, S) where the step looks for them."""
+        assert names.labels is not None
+        labels = names.labels
+        if self.label_alignment not in _SHIFTED:
+            return taker.take(labels, IGNORE_INDEX)
+        targets = torch.full_like(labels, IGNORE_INDEX)
+        targets[:, :-1] = labels[:, 1:]
+        own = taker.take(targets, IGNORE_INDEX)
+        return own if self.label_alignment == "huggingface" else own.roll(1, 1)  # the last place is a spare one: it holds no target
+
+
+@dataclass
+class Names:
+    """What the entries of a batch are.
+
+    Args:
+        tokens: (B, L) or (B, L, ...): tells rows and length.
+        labels: (B, L) integers, or None.
+        given: entries by name; of a sequence only these two.
+    """
+
+    tokens: Tensor
+    labels: Tensor | None
+    given: Mapping[str, Any]
+
+
+def names_of(batch: Any) -> Names:
+    """Finds tokens and labels.
+
+    Raises:
+        ValueError: for a batch without tokens, or with labels that are not (B, L).
+    """
+    given: Mapping[str, Any]
+    if isinstance(batch, Mapping) or (is_dataclass(batch) and not isinstance(batch, type)):
+        given = batch if isinstance(batch, Mapping) else vars(batch)
+        tokens = next((given[key] for key in ("input_ids", "inputs_embeds") if isinstance(given.get(key), Tensor)), None)
+    else:
+        entries = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, Sequence) else []
+        whole = [e for e in entries if isinstance(e, Tensor) and e.ndim == 2 and not e.is_floating_point()]
+        given = dict(zip(("input_ids", "labels"), whole))
+        tokens = given.get("input_ids")
+    if tokens is None or tokens.ndim < 2:
+        raise ValueError(
+            "context_parallel_size above 1 cuts batches along their sequence, and this one has no tensor of tokens (B, L): give a dict "
+            f"with Hugging Face's keys ('input_ids', 'labels'); it is a {type(batch).__name__}"
+            + (f" with {', '.join(map(str, given))}" if given else "")
+        )
+    labels = given.get("labels")
+    if labels is not None and (not isinstance(labels, Tensor) or labels.shape != tokens.shape[:2] or labels.is_floating_point()):
+        shape = tuple(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(
+            f"labels are {shape} and the tokens {tuple(tokens.shape[:2])}: under context parallelism each rank scores its own tokens, so "
+            "labels have to be whole numbers (B, L), one for each token"
+        )
+    stale = [key for key in _STALE if given.get(key) is not None]
+    if stale:
+        raise ValueError(
+            f"the batch has {', '.join(stale)}, which describe rows that context parallelism cuts up: give document_ids (B, L) in their place"
+        )
+    return Names(tokens, labels, given)
+
+
+class _Taker:
+    """Takes this rank's tokens of tensors (B, L, ...)."""
+
+    def __init__(self, rows: int, length: int, padded: int, spare: int, own: Tensor) -> None:
+        self.rows, self.length, self.padded, self.spare, self.own = rows, length, padded, spare, own
+
+    def take(self, tensor: Tensor, fill: float) -> Tensor:
+        """(B, S, ...), with ``fill`` where there is no token."""
+        lacking = self.padded - self.length
+        if lacking:
+            tensor = torch.cat([tensor, tensor.new_full((self.rows, lacking, *tensor.shape[2:]), fill)], 1)
+        own = self.own.to(tensor.device)
+        taken = tensor[torch.arange(self.rows, device=tensor.device)[:, None], own]
+        if self.spare:
+            taken = torch.cat([taken, taken.new_full((self.rows, self.spare, *tensor.shape[2:]), fill)], 1)
+        return taken
+
+    def leaf(self, name: str, leaf: Any) -> Any:
+        """A leaf of the batch: cut where it is (B, L, ...), else as it is."""
+        if isinstance(leaf, np.ndarray):
+            return leaf if leaf.shape[:2] != (self.rows, self.length) else self.leaf(name, torch.from_numpy(leaf)).numpy()
+        if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+            return leaf
+        if leaf.ndim > 2 and self.length > 1 and leaf.shape[-2:] == (self.length, self.length):
+            raise ValueError(
+                f"{name} has shape {tuple(leaf.shape)}, which looks like an attention mask between all tokens: under context parallelism no "
+                "rank sees them all. Say which tokens belong together with document_ids (B, L), and which are none with a 2-D attention_mask"
+            )
+        if tuple(leaf.shape[:2]) != (self.rows, self.length):
+            return leaf
+        labels = "labels" in name and not leaf.is_floating_point() and leaf.dtype != torch.bool
+        return self.take(leaf, IGNORE_INDEX if labels else PADDING if "document_ids" in name else 0)
+
+
+def _documents(names: Names, rows: int, length: int) -> tuple[np.ndarray | None, Tensor | None]:
+    """(B, L) documents, ``PADDING`` where a token is none, or None where every row is one document; and the 2-D mask."""
+    given, mask = names.given.get("document_ids"), names.given.get("attention_mask")
+    for name, tensor in (("document_ids", given), ("attention_mask", mask)):
+        if tensor is not None and (not isinstance(tensor, Tensor) or tuple(tensor.shape) != (rows, length)):
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{name} is {shape}, and must be ({rows}, {length}) under context parallelism: one number for each token")
+    if mask is not None and bool((mask != 0).all()):
+        mask = None
+    if given is None and mask is None:
+        return None, None
+    documents = np.zeros((rows, length), dtype=np.int64) if given is None else given.detach().cpu().numpy().astype(np.int64)
+    if documents.min() < PADDING:
+        raise ValueError(f"document_ids hold {documents.min()}: documents count from 0, and {PADDING} marks padding")
+    if mask is not None:
+        documents = np.where(mask.detach().cpu().numpy() != 0, documents, PADDING)
+    for row, numbers in enumerate(documents):
+        starts = numbers[np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])]
+        texts = starts[starts != PADDING]
+        if len(set(texts.tolist())) != len(texts):
+            name = "document_ids" if given is not None else "attention_mask"
+            raise ValueError(
+                f"row {row} of {name} takes up a document again after another or after padding: the tokens of a document have to stand "
+                "together, and padding before or behind them"
+            )
+    return (None if (documents == documents[:, :1]).all() and documents.min() != PADDING else documents), mask
+
+
+def _positions(names: Names, documents: np.ndarray | None, rows: int, length: int) -> Tensor:
+    """(B, L) what models read as positions: the given ones; else counted inside each document that the batch names, else in the row."""
+    given = names.given.get("position_ids")
+    if given is None:
+        if documents is not None and names.given.get("document_ids") is not None:
+            return torch.from_numpy(np.stack([positions_of(row) for row in documents]))
+        return torch.arange(length).expand(rows, length)
+    if not isinstance(given, Tensor) or given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, rows):
+        shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"position_ids are {shape}, and must be ({rows}, {length}) under context parallelism: one for each token")
+    if names.given.get("document_ids") is None and bool((given[:, 1:] < given[:, :-1]).any()):
+        raise ValueError(
+            "position_ids start again inside a row, as packed documents do, and the batch has no document_ids: give document_ids (B, L), for "
+            "which tokens attend to which is never guessed from positions"
+        )
+    return given.expand(rows, length)
+
+
+def _tables(
+    documents: np.ndarray | None, rows: int, length: int, padded: int, ranks: int, layout: str
+) -> tuple[np.ndarray, tuple[Tables, ...]]:
+    """((B, W, L' / W) tokens of each rank, the tables of each row or of all)."""
+    if documents is None:
+        order, table = _single(length, padded, ranks, layout)
+        return np.broadcast_to(order, (rows, *order.shape)).copy(), (table,)
+    found = [_row(np.r_[row, np.full(padded - length, PADDING)], ranks, layout) for row in documents]
+    return np.stack([order for order, _ in found]), tuple(table for _, table in found)
+
+
+@lru_cache(maxsize=64)
+def _single(length: int, padded: int, ranks: int, layout: str) -> tuple[np.ndarray, Tables]:
+    return _row(np.r_[np.zeros(length, np.int64), np.full(padded - length, PADDING)], ranks, layout)
+
+
+def _row(documents: np.ndarray, ranks: int, layout: str) -> tuple[np.ndarray, Tables]:
+    order, positions = assign(documents, ranks, layout), positions_of(documents)
+    return order, [runs_of(documents[own], positions[own]) for own in order]
