@@ -56,8 +56,8 @@ class ParallelPlan:
         reduce_dtype: dtype in which gradients are summed over ranks under mixed precision; None: that of the parameters.
         cpu_offload: parameters, gradients and optimizer state live in host memory (needs an accelerator).
         compile: False, True, or the arguments of ``torch.compile``; applied to each block.
-        context_parallel_method: how attention reaches the keys of other ranks: "ring", "ulysses", "allgather", "ring+ulysses", or "auto", by
-            heads and tokens of a rank.
+        context_parallel_method: how attention reaches the keys of other ranks: "ring", "ulysses", "allgather", "ring+ulysses", or
+            "auto", by heads and tokens of a rank.
         context_parallel_layout: which tokens a rank holds: "contiguous", "headtail", "packed", or "auto", by documents and padding.
         attention_backend: kernel of context-parallel attention: "sdpa", "flash2", "flash3", "flash4", "cpu", "math", or "auto".
         loss_weight: how a scalar mean is weighted over microbatches and ranks: "labels", "samples", or "auto".
@@ -308,14 +308,14 @@ class ParallelPlan:
         wrong = []
         if self.label_alignment is None:
             wrong.append(
-                f"context_parallel_size={self.context_parallel_size} needs label_alignment, for each rank sees part of a row: 'aligned' (the "
-                "target of position i stands at i), 'shift' (at i + 1, and the step or model shifts), or 'huggingface' (at i + 1, and the "
-                "model takes shift_labels)"
+                f"context_parallel_size={self.context_parallel_size} needs label_alignment, for each rank sees part of a row: "
+                "'aligned' (the target of position i stands at i), 'shift' (at i + 1, and the step or model shifts), or 'huggingface' "
+                "(at i + 1, and the model takes shift_labels)"
             )
         if self.context_parallel_method == "ring+ulysses" and ulysses_size(self.context_parallel_size) == 1:
             wrong.append(
-                f"context_parallel_method='ring+ulysses' splits context_parallel_size={self.context_parallel_size} into two factors, and it "
-                "has none: use a size such as 4, 6 or 8, or 'ring'"
+                f"context_parallel_method='ring+ulysses' splits context_parallel_size={self.context_parallel_size} into two factors, and "
+                "it has none: use a size such as 4, 6 or 8, or 'ring'"
             )
         return wrong
 

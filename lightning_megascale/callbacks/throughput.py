@@ -41,7 +41,7 @@ class ThroughputMonitor(Callback):
 
     * ``perf/tokens_per_second``: over all ranks: this rank's tokens times the data-parallel size (not the world size: tensor-parallel
       peers read the same tokens). Tokens are the elements of ``input_ids``, or the ones of ``attention_mask`` when the batch
-      has it; for a batch without ``input_ids`` the rows are counted.
+      has it; for a batch without ``input_ids`` the rows are counted. Under context parallelism those of the whole rows.
     * ``perf/step_seconds``: per optimizer step, with all of its accumulated batches and their reading. Not in it: validation, and
       writing checkpoints (of a checkpoint with ``save_weights_only`` callbacks hear nothing, so it is in), together with the reading
       of the one batch that follows. The first optimizer step of a fit, with its compilation and allocation, is left out.
@@ -103,7 +103,8 @@ class ThroughputMonitor(Callback):
         if self._paused is not None:
             self._resume(trainer)
         if self._measuring:
-            self._tokens += count_tokens(batch)
+            whole = whole_shape(trainer)
+            self._tokens += count_tokens(batch) if whole is None else whole[0]
         steps = trainer.global_step - self._step
         if not self._measuring and steps:
             self._begin(trainer)
@@ -166,10 +167,16 @@ class ThroughputMonitor(Callback):
             return None
         for owner in (module, getattr(module, "model", None)):
             if callable(own := getattr(owner, "flops_per_token", None)):
-                return float(own(batch["input_ids"].shape[1]))
+                whole_rows = whole_shape(module._trainer)
+                return float(own(batch["input_ids"].shape[1] if whole_rows is None else whole_rows[1]))
         strategy = getattr(module._trainer, "strategy", None)
         whole = getattr(strategy, "num_parameters", None)  # a pipeline's rank holds a part of them
         return 6.0 * (whole or sum(parameter.numel() for parameter in module.parameters()))
+
+
+def whole_shape(trainer: Any) -> tuple[int, int] | None:
+    """(tokens, tokens of a row) of a batch that the strategy has cut along its sequence; None where it cuts none."""
+    return getattr(getattr(trainer, "strategy", None), "batch_shape", None)
 
 
 def count_tokens(batch: Any) -> int | torch.Tensor:

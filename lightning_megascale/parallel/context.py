@@ -1,7 +1,7 @@
 """Context parallelism: every attention of a model is sent through ``ops/context_attention.py``, over the tokens of all ranks.
 
-Three seams, by what a model is: an attention module with a replaceable, parameter-free ``core`` gets ours; a transformers model comes through
-its public attention registry (``context_huggingface.py``); any other attention module has its calls of
+Three seams, by what a model is: an attention module with a replaceable, parameter-free ``core`` gets ours; a transformers model comes
+through its public attention registry (``context_huggingface.py``); any other attention module has its calls of
 ``F.scaled_dot_product_attention`` taken over while its forward runs (not around the whole model: a recomputed block would then
 attend inside its shard). What none of them reaches is found by the probe (``context_probe.py``).
 
@@ -121,8 +121,8 @@ class Context:
         for what, tensor in (("queries", q), ("keys", k), ("values", v)):
             if (tensor.shape[0], tensor.shape[2]) != expected:
                 raise ValueError(
-                    f"{name}: {what} are (rows, tokens) = {(tensor.shape[0], tensor.shape[2])} and this rank's part of the batch {expected}: "
-                    "a cache, cross-attention, or a sequence made inside of the model cannot be context parallel"
+                    f"{name}: {what} are (rows, tokens) = {(tensor.shape[0], tensor.shape[2])} and this rank's part of the batch is "
+                    f"{expected}: a cache, cross-attention, or a sequence made inside of the model cannot be context parallel"
                 )
         if q.device.type == "meta":
             return torch.empty_like(q)
@@ -242,13 +242,13 @@ def check_context(model: nn.Module, layout: ModelLayout | None, plan: ParallelPl
     wrong = []
     if hasattr(model, "training_step"):
         wrong.append(
-            f"context_parallel_size={plan.context_parallel_size}: the layers of {type(model).__name__} are its own attributes, so no call of a "
-            "model can be given this rank's positions: put them into one child module with a forward of its own"
+            f"context_parallel_size={plan.context_parallel_size}: the layers of {type(model).__name__} are its own attributes, so no call "
+            "of a model can be given this rank's positions: put them into one child module with a forward of its own"
         )
     elif not attention_names(model, layout):
         wrong.append(
-            f"context_parallel_size={plan.context_parallel_size}: no module of {type(model).__name__} is called attention by its class, so it "
-            "is unknown where tokens of other ranks come in: name them with layout=ModelLayout(attention='...')"
+            f"context_parallel_size={plan.context_parallel_size}: no module of {type(model).__name__} is called attention by its class, so "
+            "it is unknown where tokens of other ranks come in: name them with layout=ModelLayout(attention='...')"
         )
     multi = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     if multi:
@@ -334,6 +334,6 @@ def _check_positions(given: Any, positions: Tensor) -> None:
         if torch.equal(given.to(positions).expand_as(positions), positions):
             return
     raise ValueError(
-        "training_step gives the model position_ids that are not those of this rank's tokens (counted from the length of what it got?): leave "
-        "them out, or pass batch['position_ids']"
+        "training_step gives the model position_ids that are not those of this rank's tokens (counted from the length of what it got?): "
+        "leave them out, or pass batch['position_ids']"
     )

@@ -3,9 +3,9 @@
 The whole batch is known on every rank, so nothing is sent: which tokens go where, and what attention then computes, are index maths
 (``ops/sequence_layout.py``). Shapes: B rows, L tokens of a row, W ranks, S tokens of a rank.
 
-A shard is ``L / W`` tokens and, where they are needed, a few *spare* places at its end that belong to no document: a step that shifts labels
-itself drops the last logits of what it is given and the first label, so its labels are laid one place later and the spare place takes
-the loss. Every target then stands where that step looks for it, and the step stays as it is.
+A shard is ``L / W`` tokens and, where they are needed, a few *spare* places at its end that belong to no document: a step that
+shifts labels itself drops the last logits of what it is given and the first label, so its labels are laid one place later and the spare
+place takes the loss. Every target then stands where that step looks for it, and the step stays as it is.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def names_of(batch: Any) -> Names:
     stale = [key for key in _STALE if given.get(key) is not None]
     if stale:
         raise ValueError(
-            f"the batch has {', '.join(stale)}, which describe rows that context parallelism cuts up: give document_ids (B, L) in their place"
+            f"the batch has {', '.join(stale)}, which describe rows that context parallelism cuts up: give document_ids (B, L) instead"
         )
     return Names(tokens, labels, given)
 
@@ -267,8 +267,8 @@ class _Taker:
             return leaf
         if leaf.ndim > 2 and self.length > 1 and leaf.shape[-2:] == (self.length, self.length):
             raise ValueError(
-                f"{name} has shape {tuple(leaf.shape)}, which looks like an attention mask between all tokens: under context parallelism no "
-                "rank sees them all. Say which tokens belong together with document_ids (B, L), and which are none with a 2-D attention_mask"
+                f"{name} has shape {tuple(leaf.shape)}, which looks like an attention mask between all tokens: under context parallelism "
+                "no rank sees them all. Say which tokens belong together with document_ids (B, L), and which are none with a 2-D mask"
             )
         if tuple(leaf.shape[:2]) != (self.rows, self.length):
             return leaf
@@ -316,7 +316,7 @@ def _positions(names: Names, documents: np.ndarray | None, rows: int, length: in
         raise ValueError(f"position_ids are {shape}, and must be ({rows}, {length}) under context parallelism: one for each token")
     if names.given.get("document_ids") is None and bool((given[:, 1:] < given[:, :-1]).any()):
         raise ValueError(
-            "position_ids start again inside a row, as packed documents do, and the batch has no document_ids: give document_ids (B, L), for "
+            "position_ids start again inside a row, as packed documents do, and the batch has no document_ids: give document_ids (B, L): "
             "which tokens attend to which is never guessed from positions"
         )
     return given.expand(rows, length)

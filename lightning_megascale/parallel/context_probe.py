@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 1e-3
-"""Relative difference that rounding explains: right models give 0 (float64, bfloat16) to 3e-7 (float32), such that ignore positions 1e-2."""
+"""Relative difference that rounding explains: right models give 0 (float64, bfloat16) to 3e-7 (float32), others 1e-2."""
 
 
 @dataclass

@@ -66,7 +66,8 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
     """What a scalar mean over this batch counts; None when nothing tells.
 
     Args:
-        batch: the microbatch. Integer ``shift_labels`` (B, L), all counted, or ``labels`` (B, L) or (B,); -100 ignored; otherwise the rows of its first tensor count.
+        batch: the microbatch. Integer ``shift_labels`` (B, L), all counted, or ``labels`` (B, L) or (B,); -100 is ignored. Without them
+            the rows of its first tensor count.
         loss_weight: "labels", "samples" or "auto" (labels when the batch has them).
         label_alignment: "aligned" counts all labels; "shift" and "huggingface" all but each row's first, whose target nothing
             predicts; None keeps both counts, and a step in which they would weigh differently is refused.

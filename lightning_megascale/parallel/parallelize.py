@@ -1,4 +1,4 @@
-"""The fixed order in which the axes are applied to a model: PP split -> TP/SP -> CP -> recompute -> compile -> FSDP2; then the first values."""
+"""The fixed order in which the axes are applied to a model: PP split -> TP/SP -> CP -> recompute -> compile -> FSDP2."""
 
 from __future__ import annotations
 

@@ -178,10 +178,7 @@ class ContextSteps:
     def _try_loss(self, whole: Any, step: Step, rest: tuple[Any, ...], pipeline: PipelineSteps | None) -> list[str]:
         names = names_of(whole)
         if names.labels is None:
-            return [
-                "the batch has no 'labels' (B, L), so what the step scores at the borders of this rank's tokens is unknown: put labels into "
-                "the batch, made from the whole row"
-            ]
+            return [NO_LABELS]
         short = _Short(whole, 8)
         aligned = self._plan.label_alignment == "aligned"
         last = short.tokens - (1 if aligned else 2)
@@ -313,9 +310,13 @@ def _first_tensor(output: Any, tokens: int) -> Tensor | None:
     return named if isinstance(named, Tensor) else next(iter(fitting or floating), None)
 
 
+NO_LABELS = (
+    "the batch has no 'labels' (B, L), so what the step scores at the borders of this rank's tokens is unknown: put labels into the batch, "
+    "made from the whole row"
+)
 _HOW = (
-    "One target was put at a single token of a few, and {step}'s loss did not come from the logits of that token. Under context parallelism "
-    "each rank sees part of a row, so who shifts labels has to be right: "
+    "One target was put at a single token of a few, and {step}'s loss did not come from the logits of that token. Under context "
+    "parallelism each rank sees part of a row, so who shifts labels has to be right: "
 )
 LOSS = {
     "aligned": _HOW
