@@ -13,9 +13,10 @@ from lightning_megascale.parallel import tensor, tensor_proof
 from lightning_megascale.verification import Report, verify
 from tests import huggingface
 
-FIRST = ("tp2", "pp2:interleaved1f1b")  # in the default tier
+FIRST = ("tp2", "pp2:interleaved1f1b")  # in the default tier; "cp2" of two classes too
 CASES = [(family, axes) for family, proven in support.TRANSFORMERS.items() for axes in proven]
 DEFAULT = [(family, axes) for family, axes in CASES if family in ("Llama", "Qwen3", "GPT2", "Mixtral", "Llava") and axes in FIRST]
+DEFAULT += [("Llama", "cp2"), ("Qwen3", "cp2")]
 
 
 def prove(family: str, axes: str, **options: Any) -> Report:

@@ -17,7 +17,10 @@ from tests import parity
 from tests.harness import run_ranks
 
 # The default tier leaves these to the slow one: 8 and 16 ranks, and axes whose parts it holds in other company.
-LATER = ("hsdp", "fsdp2 x tp", "fsdp2 x tp+sp", "dp x tp", "dp x tp+sp", "pp4", "pp2 x dp", "pp2 x tp")
+LATER = (
+    *("hsdp", "fsdp2 x tp", "fsdp2 x tp+sp", "dp x tp", "dp x tp+sp", "pp4", "pp2 x dp", "pp2 x tp"),
+    *("cp4", "cp2 x dp", "cp2 x tp", "cp2 x tp+sp", "pp2 x cp2"),
+)
 MANY_RANKS = tuple(axes for axes, (ranks, _, _) in parity.AXES.items() if ranks >= 8 or axes in LATER)
 
 
@@ -99,6 +102,19 @@ def test_parity_with_torchs_default_compiler(axes: str) -> None:
     """The pairs above compile with aot_eager, which needs no C++ compiler; this is what compile=True means."""
     case = parity.default_case(axes=axes, compile="compiled", precision="float32", loss="loss_sum and num_tokens")
     parity.check(case, timeout=500, compile=True)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"axes": "cp2 x tp+sp", "context method": "ulysses", "documents": "packed documents", "context layout": "packed"},
+        {"axes": "pp2 x cp2", "schedule": "1F1B", "checkpointing": "full", "documents": "packed documents"},
+    ],
+    ids=lambda choices: choices["axes"],
+)
+def test_parity_of_context_and_model_parallelism(choices: dict[str, str]) -> None:
+    """One case each in the default tier; the slow one has all pairs."""
+    parity.check(parity.default_case(**choices))
 
 
 def test_parity_with_chosen_classes_recomputed() -> None:

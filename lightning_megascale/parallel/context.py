@@ -98,15 +98,15 @@ class Context:
         return None if self.shard is None else self.shard.position_ids
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, window: int | None, scale: float | None, name: str) -> Tensor:
-        """Attention of this rank's queries to the keys of all ranks.
+        """Attention of this rank's queries to the keys of all ranks; V, the values' head dim, may differ from H.
 
         Args:
-            q: (B, N, S, H). k, v: (B, G, S, H).
+            q: (B, N, S, H). k: (B, G, S, H). v: (B, G, S, V), V <= H.
             is_causal, window, scale: as in ``Pattern``.
             name: of the attention module, for messages.
 
         Returns:
-            (B, N, S, H).
+            (B, N, S, V).
 
         Raises:
             ValueError: for lengths that are not those of the batch.
@@ -114,6 +114,9 @@ class Context:
         self.reached.add(name)
         if self.probe is not None:
             return self.probe.attend(q, k, v, is_causal, window, scale, name)
+        if v.shape[-1] < q.shape[-1]:  # kernels have one head dim: values of 0 add nothing
+            wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+            return self.attend(q, k, wide, is_causal=is_causal, window=window, scale=scale, name=name)[..., : v.shape[-1]]
         shard = self.shard
         if shard is None:
             raise ValueError(f"{name}: attention runs outside of a step, so nothing tells which tokens the other ranks hold")

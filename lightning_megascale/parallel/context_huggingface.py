@@ -28,6 +28,9 @@ def check_published(model: nn.Module) -> list[str]:
         for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
             if getattr(config, name, 0.0):
                 wrong.append(f"{name}={getattr(config, name)}: dropout in attention has no counterpart; set config.{name} = 0")
+        for name in ("vision_config", "audio_config"):
+            if getattr(config, name, None) is not None:
+                wrong.append(f"its {name.partition('_')[0]} encoder attends to a sequence of its own, and one is cut")
         if getattr(config, "is_encoder_decoder", False):
             wrong.append("an encoder and a decoder have two sequences, and one is cut")
     if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):
