@@ -166,12 +166,13 @@ class MegascaleModule(pl.LightningModule):
         missing = [key for key in ("input_ids", "labels") if key not in batch]
         if missing and not (missing == ["labels"] and self._trainer is not None and self._trainer.predicting):
             raise ValueError(f"the batch has no {' and no '.join(missing)}, only {', '.join(map(str, batch))}: use Hugging Face's keys")
-        if batch.get("document_ids") is not None:
+        cut = self._trainer is not None and getattr(self._trainer.strategy, "batch_shape", None) is not None
+        if batch.get("document_ids") is not None and not cut:  # context parallelism keeps documents apart
             raise ValueError("the batch has document_ids, but rows are attended to as a whole: unpack the documents or drop the key")
         given = {key: batch[key] for key in MODEL_INPUTS if batch.get(key) is not None}
         if getattr(model, "sums_loss", False) and "attention_mask" in given:
             mask_BL = given.pop("attention_mask")
-            if not mask_BL[:, 0].all():
+            if not cut and not mask_BL[:, 0].all():
                 raise ValueError("attention_mask is 0 at the start of a row: pad on the right, where causal attention never looks")
         takes = inspect.signature(model.forward).parameters
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values()):

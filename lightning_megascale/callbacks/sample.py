@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 class TextSample(Callback):
     """Keeps in ``text`` what the trained model makes of a prompt. All ranks take part, since each holds a part of the parameters.
 
-    Under a pipeline ``text`` stays None: its stages run training and evaluation steps only.
+    Under a pipeline and under context parallelism ``text`` stays None: they run training and evaluation steps only.
 
     Args:
         prompt: the beginning of the text.
@@ -30,8 +30,9 @@ class TextSample(Callback):
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is None or not hasattr(pl_module, "generate"):
             raise ValueError("TextSample needs a data module with a tokenizer and a module with generate(); ~callbacks.sample removes it")
-        if getattr(getattr(trainer.strategy, "plan", None), "pipeline_parallel_size", 1) > 1:
-            return  # no rank holds the whole model, and a pipeline runs steps only
+        plan = getattr(trainer.strategy, "plan", None)
+        if max(getattr(plan, "pipeline_parallel_size", 1), getattr(plan, "context_parallel_size", 1)) > 1:
+            return  # no rank holds the whole model or the whole text, and only steps run over several
         device = trainer.strategy.root_device
         prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=device)
         generator = torch.Generator(device).manual_seed(0)  # equal draws on all ranks

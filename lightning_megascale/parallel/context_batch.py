@@ -143,7 +143,7 @@ class SequenceCut:
         names = names_of(batch)
         tokens = names.tokens
         rows, length = tokens.shape[:2]
-        documents, mask = _documents(names, rows, length)
+        documents = _documents(names, rows, length)
         has_documents = documents is not None
         layout = self.layout if self.layout != "auto" else "packed" if has_documents else "headtail"
         unit = 2 * self.ranks if layout == "headtail" and self.ranks > 1 else self.ranks
@@ -171,24 +171,28 @@ class SequenceCut:
             taker.take(torch.zeros((rows, length), dtype=torch.int64) if documents is None else torch.from_numpy(documents), PADDING),
             has_documents,
         )
-        labels = None if names.labels is None else self._labels(names, taker, mask)
-        cut = map_batch(batch, lambda name, leaf: labels if leaf is names.labels and labels is not None else taker.leaf(name, leaf))
+        placed = self._placed(names, taker)
+        cut = map_batch(batch, lambda name, leaf: placed[id(leaf)] if id(leaf) in placed else taker.leaf(name, leaf))
         if isinstance(cut, dict):
             cut["position_ids"], cut["document_ids"] = shard.position_ids, shard.document_ids
-            if self.label_alignment == "huggingface" and labels is not None:
-                cut.setdefault("shift_labels", labels)
+            if self.label_alignment == "huggingface" and names.labels is not None:
+                cut.setdefault("shift_labels", placed[id(names.labels)])
         return cut, shard
 
-    def _labels(self, names: Names, taker: _Taker, mask: Tensor | None) -> Tensor:
-        """(B, S) where the step looks for them."""
-        assert names.labels is not None
-        labels = names.labels
-        if self.label_alignment not in _SHIFTED:
-            return taker.take(labels, IGNORE_INDEX)
-        targets = torch.full_like(labels, IGNORE_INDEX)
-        targets[:, :-1] = labels[:, 1:]
-        own = taker.take(targets, IGNORE_INDEX)
-        return own if self.label_alignment == "huggingface" else own.roll(1, 1)  # the last place is a spare one: it holds no target
+    def _placed(self, names: Names, taker: _Taker) -> dict[int, Tensor]:
+        """(B, S) labels where the step looks for them, by the id of the whole tensor; and with them the mask that a step may lay over
+        them (attention goes by documents, and never reads it)."""
+        if names.labels is None or self.label_alignment not in _SHIFTED:
+            return {}
+        found = {}
+        for whole, fill in ((names.labels, IGNORE_INDEX), (names.given.get("attention_mask"), 0)):
+            if isinstance(whole, Tensor) and whole.shape == names.labels.shape:
+                following = torch.full_like(whole, fill)
+                following[:, :-1] = whole[:, 1:]
+                own = taker.take(following, fill)
+                # the last place is a spare one under "shift": it holds no target
+                found[id(whole)] = own.roll(1, 1) if self.label_alignment == "shift" else own
+        return found
 
 
 @dataclass
@@ -276,8 +280,8 @@ class _Taker:
         return self.take(leaf, IGNORE_INDEX if labels else PADDING if "document_ids" in name else 0)
 
 
-def _documents(names: Names, rows: int, length: int) -> tuple[np.ndarray | None, Tensor | None]:
-    """(B, L) documents, ``PADDING`` where a token is none, or None where every row is one document; and the 2-D mask."""
+def _documents(names: Names, rows: int, length: int) -> np.ndarray | None:
+    """(B, L) documents, ``PADDING`` where a token is none, or None where every row is one document."""
     given, mask = names.given.get("document_ids"), names.given.get("attention_mask")
     for name, tensor in (("document_ids", given), ("attention_mask", mask)):
         if tensor is not None and (not isinstance(tensor, Tensor) or tuple(tensor.shape) != (rows, length)):
@@ -286,7 +290,7 @@ def _documents(names: Names, rows: int, length: int) -> tuple[np.ndarray | None,
     if mask is not None and bool((mask != 0).all()):
         mask = None
     if given is None and mask is None:
-        return None, None
+        return None
     documents = np.zeros((rows, length), dtype=np.int64) if given is None else given.detach().cpu().numpy().astype(np.int64)
     if documents.min() < PADDING:
         raise ValueError(f"document_ids hold {documents.min()}: documents count from 0, and {PADDING} marks padding")
@@ -301,7 +305,7 @@ def _documents(names: Names, rows: int, length: int) -> tuple[np.ndarray | None,
                 f"row {row} of {name} takes up a document again after another or after padding: the tokens of a document have to stand "
                 "together, and padding before or behind them"
             )
-    return (None if (documents == documents[:, :1]).all() and documents.min() != PADDING else documents), mask
+    return None if (documents == documents[:, :1]).all() and documents.min() != PADDING else documents
 
 
 def _positions(names: Names, documents: np.ndarray | None, rows: int, length: int) -> Tensor:
