@@ -28,6 +28,7 @@ from lightning_megascale.parallel.microbatches import map_batch
 
 _STALE = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen", "max_length_q", "max_length_k")
 _SHIFTED = ("shift", "huggingface")
+_OVER_LABELS = ("labels", "mask", "weight")  # in a path: a step that shifts labels shifts these with them
 
 
 @dataclass(frozen=True)
@@ -168,31 +169,24 @@ class SequenceCut:
             length,
             spare,
             taker.take(positions, 0),
-            taker.take(torch.zeros((rows, length), dtype=torch.int64) if documents is None else torch.from_numpy(documents), PADDING),
+            taker.take(_document_ids(names, documents, rows, length), PADDING),
             has_documents,
         )
-        placed = self._placed(names, taker)
-        cut = map_batch(batch, lambda name, leaf: placed[id(leaf)] if id(leaf) in placed else taker.leaf(name, leaf))
+        shifted = names.labels is not None and self.label_alignment in _SHIFTED
+
+        def place(path: str, leaf: Any) -> Any:
+            """Labels go where the step looks for them, and with them what it lays over them (attention reads no mask)."""
+            if path == names.labels_at:
+                return taker.leaf("labels", leaf, self.label_alignment if shifted else None)
+            follows = shifted and path != names.tokens_at and any(word in path for word in _OVER_LABELS) and "shift_labels" not in path
+            return taker.leaf(path, leaf, self.label_alignment if follows else None)
+
+        cut = map_batch(batch, place)
         if isinstance(cut, dict):
             cut["position_ids"], cut["document_ids"] = shard.position_ids, shard.document_ids
             if self.label_alignment == "huggingface" and names.labels is not None:
-                cut.setdefault("shift_labels", placed[id(names.labels)])
+                cut.setdefault("shift_labels", cut["labels"])
         return cut, shard
-
-    def _placed(self, names: Names, taker: _Taker) -> dict[int, Tensor]:
-        """(B, S) labels where the step looks for them, by the id of the whole tensor; and with them the mask that a step may lay over
-        them (attention goes by documents, and never reads it)."""
-        if names.labels is None or self.label_alignment not in _SHIFTED:
-            return {}
-        found = {}
-        for whole, fill in ((names.labels, IGNORE_INDEX), (names.given.get("attention_mask"), 0)):
-            if isinstance(whole, Tensor) and whole.shape == names.labels.shape:
-                following = torch.full_like(whole, fill)
-                following[:, :-1] = whole[:, 1:]
-                own = taker.take(following, fill)
-                # the last place is a spare one under "shift": it holds no target
-                found[id(whole)] = own.roll(1, 1) if self.label_alignment == "shift" else own
-        return found
 
 
 @dataclass
@@ -203,11 +197,14 @@ class Names:
         tokens: (B, L) or (B, L, ...): tells rows and length.
         labels: (B, L) integers, or None.
         given: entries by name; of a sequence only these two.
+        tokens_at, labels_at: their paths, as ``map_batch`` has them: one tensor may be both.
     """
 
     tokens: Tensor
     labels: Tensor | None
     given: Mapping[str, Any]
+    tokens_at: str
+    labels_at: str
 
 
 def names_of(batch: Any) -> Names:
@@ -219,13 +216,15 @@ def names_of(batch: Any) -> Names:
     given: Mapping[str, Any]
     if isinstance(batch, Mapping) or (is_dataclass(batch) and not isinstance(batch, type)):
         given = batch if isinstance(batch, Mapping) else vars(batch)
-        tokens = next((given[key] for key in ("input_ids", "inputs_embeds") if isinstance(given.get(key), Tensor)), None)
+        key = next((key for key in ("input_ids", "inputs_embeds") if isinstance(given.get(key), Tensor)), "input_ids")
+        paths = [f"batch[{name!r}]" if isinstance(batch, Mapping) else f"batch.{name}" for name in (key, "labels")]
     else:
         entries = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, Sequence) else []
-        whole = [e for e in entries if isinstance(e, Tensor) and e.ndim == 2 and not e.is_floating_point()]
-        given = dict(zip(("input_ids", "labels"), whole))
-        tokens = given.get("input_ids")
-    if tokens is None or tokens.ndim < 2:
+        whole = [i for i, e in enumerate(entries) if isinstance(e, Tensor) and e.ndim == 2 and not e.is_floating_point()]
+        key, given = "input_ids", dict(zip(("input_ids", "labels"), (entries[i] for i in whole)))
+        paths = ["batch" if isinstance(batch, Tensor) else f"batch[{i}]" for i in whole]
+    tokens = given.get(key)
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         raise ValueError(
             "context_parallel_size above 1 cuts batches along their sequence, and this one has no tensor of tokens (B, L): give a dict "
             f"with Hugging Face's keys ('input_ids', 'labels'); it is a {type(batch).__name__}"
@@ -243,7 +242,7 @@ def names_of(batch: Any) -> Names:
         raise ValueError(
             f"the batch has {', '.join(stale)}, which describe rows that context parallelism cuts up: give document_ids (B, L) instead"
         )
-    return Names(tokens, labels, given)
+    return Names(tokens, labels, given, paths[0], paths[1] if len(paths) > 1 else "")
 
 
 class _Taker:
@@ -263,10 +262,24 @@ class _Taker:
             taken = torch.cat([taken, taken.new_full((self.rows, self.spare, *tensor.shape[2:]), fill)], 1)
         return taken
 
-    def leaf(self, name: str, leaf: Any) -> Any:
-        """A leaf of the batch: cut where it is (B, L, ...), else as it is."""
+    def next(self, tensor: Tensor, fill: float) -> Tensor:
+        """(B, S, ...) of the places that follow this rank's in the row, ``fill`` after its last."""
+        following = torch.full_like(tensor, fill)
+        following[:, :-1] = tensor[:, 1:]
+        return self.take(following, fill)
+
+    def leaf(self, name: str, leaf: Any, alignment: str | None = None) -> Any:
+        """A leaf of the batch: cut where it is (B, L, ...), else as it is.
+
+        Args:
+            name: its path.
+            leaf: a tensor, an array or anything.
+            alignment: of what lies where targets do: "huggingface": a token's place holds what follows it; "shift": one place later,
+                for the last place is a spare one.
+        """
         if isinstance(leaf, np.ndarray):
-            return leaf if leaf.shape[:2] != (self.rows, self.length) else self.leaf(name, torch.from_numpy(leaf)).numpy()
+            is_cut = leaf.shape[:2] == (self.rows, self.length)
+            return self.leaf(name, torch.from_numpy(leaf), alignment).numpy() if is_cut else leaf
         if not isinstance(leaf, Tensor) or leaf.ndim < 2:
             return leaf
         if leaf.ndim > 2 and self.length > 1 and leaf.shape[-2:] == (self.length, self.length):
@@ -277,7 +290,10 @@ class _Taker:
         if tuple(leaf.shape[:2]) != (self.rows, self.length):
             return leaf
         labels = "labels" in name and not leaf.is_floating_point() and leaf.dtype != torch.bool
-        return self.take(leaf, IGNORE_INDEX if labels else PADDING if "document_ids" in name else 0)
+        fill = IGNORE_INDEX if labels else PADDING if "document_ids" in name else 0
+        if alignment is None:
+            return self.take(leaf, fill)
+        return self.next(leaf, fill).roll(1, 1) if alignment == "shift" else self.next(leaf, fill)
 
 
 def _documents(names: Names, rows: int, length: int) -> np.ndarray | None:
@@ -306,6 +322,14 @@ def _documents(names: Names, rows: int, length: int) -> np.ndarray | None:
                 "together, and padding before or behind them"
             )
     return None if (documents == documents[:, :1]).all() and documents.min() != PADDING else documents
+
+
+def _document_ids(names: Names, documents: np.ndarray | None, rows: int, length: int) -> Tensor:
+    """(B, L) what steps and models read."""
+    if documents is not None:
+        return torch.from_numpy(documents)
+    given = names.given.get("document_ids")
+    return torch.zeros((rows, length), dtype=torch.int64) if given is None else given.long()
 
 
 def _positions(names: Names, documents: np.ndarray | None, rows: int, length: int) -> Tensor:

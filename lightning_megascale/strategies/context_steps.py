@@ -273,7 +273,7 @@ class _Short:
         names = names_of(whole)
         rows, length = names.tokens.shape[:2]
         self.tokens = min(tokens, length)
-        self._ids, self._labels = names.tokens, names.labels
+        self._ids_at, self._labels_at = names.tokens_at, names.labels_at
         self._whole, self._rows, self._length = whole, rows, length
 
     def with_target(self, place: int, label: int, changed: slice | None) -> Any:
@@ -285,10 +285,10 @@ class _Short:
             if leaf.ndim == 0 or leaf.shape[0] != self._rows:
                 return leaf
             part = leaf[:1, : self.tokens] if leaf.ndim > 1 and leaf.shape[1] == self._length else leaf[:1]
-            if leaf is self._labels:
+            if name == self._labels_at:
                 part = torch.full_like(part, IGNORE_INDEX)
                 part[0, place] = label
-            elif leaf is self._ids and changed is not None:
+            elif name == self._ids_at and changed is not None:
                 part = part.clone()
                 part[:, changed] = torch.where(part[:, changed] == 0, 1, 0) if not leaf.is_floating_point() else part[:, changed] + 1
             elif name.endswith(("['document_ids']", ".document_ids")):

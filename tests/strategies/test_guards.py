@@ -38,7 +38,7 @@ QUIET: dict[str, Any] = dict(
         (dict(compile="yes"), ["compile='yes': must be False, True or a dict"]),
         (dict(reduce_dtype="float16"), ["reduce_dtype='float16': must be one of"]),
         (dict(expert_dispatcher="two_hop"), ["an expert dispatcher is not proven", "refused"]),
-        (dict(context_parallel_size=2), ["context parallelism is not proven"]),
+        (dict(context_parallel_size=2), ["context_parallel_size=2 needs label_alignment"]),
         (dict(expert_parallel_size=2), ["expert parallelism is not proven"]),
         (dict(activation_offload=True), ["offloading of activations is not proven"]),
         (dict(pipeline_schedule="2F2B"), ["pipeline_schedule='2F2B': must be one of GPipe, 1F1B"]),
