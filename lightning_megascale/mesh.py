@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megascale.plan import ParallelPlan, ulysses_size
+from lightning_megascale.plan import ParallelPlan
+from lightning_megascale.plan_rules import ulysses_size
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -8,25 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megascale.support import LOOPED_SCHEDULES, SCHEDULES, V_SCHEDULES, refusals, schedule_name
-
-_SIZES = (
-    "data_parallel_replicate_size",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "expert_parallel_size",
-)
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "activation_checkpointing": (None, "selective", "full"),
-    "reduce_dtype": ("float32", "bfloat16", None),
-    "reduce_gradients": ("last", "every"),
-    "loss_weight": ("auto", "labels", "samples"),
-    "label_alignment": (None, "aligned", "shift", "huggingface"),
-    "context_parallel_method": ("auto", "ring", "ulysses", "allgather", "ring+ulysses"),
-    "context_parallel_layout": ("auto", "contiguous", "headtail", "packed"),
-    "attention_backend": ("auto", "sdpa", "flash2", "flash3", "flash4", "cpu", "math"),
-}
+from lightning_megascale.plan_rules import check_microbatches, check_options, check_values, check_world
+from lightning_megascale.support import refusals, schedule_name
 
 
 @dataclass(frozen=True)
@@ -126,22 +109,22 @@ class ParallelPlan:
         return self._filled(world_size)
 
     def _filled(self, world_size: int) -> ParallelPlan:
-        replicate, shard = self._data_parallel(world_size)
+        replicate, shard = self.data_parallel_sizes(world_size)
         return dataclasses.replace(
             self, data_parallel_size=replicate * shard, data_parallel_replicate_size=replicate, data_parallel_shard_size=shard
         )
 
     def check(self, world_size: int) -> list[str]:
         """A message for every violated rule; empty when the plan can run on ``world_size`` ranks. No process group needed."""
-        wrong = self._check_values()
+        wrong = check_values(self)
         if not wrong:
-            wrong = self._check_world(world_size)
+            wrong = check_world(self, world_size)
         return wrong + refusals(self if wrong else self._filled(world_size))
 
     def check_without_world(self) -> list[str]:
         """The rules that hold for any number of ranks."""
-        wrong = self._check_values()
-        return (wrong or self._check_options()) + refusals(self)
+        wrong = check_values(self)
+        return (wrong or check_options(self)) + refusals(self)
 
     @property
     def model_parallel_size(self) -> int:
@@ -175,177 +158,11 @@ class ParallelPlan:
         parts += ["compiled"] if self.compile else []
         return ", ".join(parts)
 
-    def _check_values(self) -> list[str]:
-        wrong = []
-        for name in (*_SIZES, "pipeline_stages_per_rank"):
-            value = getattr(self, name)
-            if not _is_size(value):
-                wrong.append(f"{name}={value!r}: must be a whole number of at least 1")
-        for name in ("data_parallel_size", "data_parallel_shard_size"):
-            value = getattr(self, name)
-            if value != "auto" and not _is_size(value):
-                wrong.append(f"{name}={value!r}: must be 'auto' or a whole number of at least 1")
-        for name in ("microbatch_size", "global_batch_size"):
-            value = getattr(self, name)
-            if value is not None and not _is_size(value):
-                wrong.append(f"{name}={value!r}: must be None or a whole number of at least 1")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if isinstance(value, (set, frozenset, list, tuple)) and name == "activation_checkpointing":
-                if not value or not all(isinstance(kind, type) for kind in value):
-                    wrong.append(f"{name}={value!r}: a set must hold module classes, such as {{MyBlock}}")
-            elif value not in choices:
-                near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                wrong.append(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}{hint}")
-        if not isinstance(self.compile, (bool, Mapping)):
-            wrong.append(f"compile={self.compile!r}: must be False, True or a dict of torch.compile's arguments")
-        reshard = self.reshard_after_forward
-        if not (reshard == "auto" or isinstance(reshard, bool) or _is_size(reshard)):
-            wrong.append(f"reshard_after_forward={reshard!r}: must be 'auto', True, False or a group size")
-        if schedule_name(self.pipeline_schedule) not in SCHEDULES:
-            near = difflib.get_close_matches(str(self.pipeline_schedule), SCHEDULES, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            wrong.append(f"pipeline_schedule={self.pipeline_schedule!r}: must be one of {', '.join(SCHEDULES)}{hint}")
-        split = self.pipeline_split
-        if split != "auto" and not (isinstance(split, (list, tuple)) and split and all(isinstance(name, str) for name in split)):
-            wrong.append(f"pipeline_split={split!r}: must be 'auto' or a list of block names such as ['layers.4']")
-        for name in ("sequence_parallel", "activation_offload", "cpu_offload", "allow_batch_change", "loss_parallel"):
-            if not isinstance(getattr(self, name), bool):
-                wrong.append(f"{name}={getattr(self, name)!r}: must be True or False")
-        return wrong
-
-    def _check_world(self, world_size: int) -> list[str]:
-        wrong = []
-        others = self.model_parallel_size
-        if world_size % others:
-            used = " x ".join(
-                f"{name}={getattr(self, name)}"
-                for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-                if getattr(self, name) > 1
-            )
-            tensor = f"; nearest tensor_parallel_size: {_near_divisors(world_size, self.tensor_parallel_size)}"
-            product = f" = {others}" if " x " in used else ""
-            wrong.append(f"{used}{product} does not divide the {world_size} ranks: use a multiple of {others} ranks{tensor}")
-        else:
-            replicate, shard = self._data_parallel(world_size)
-            if replicate * shard * others != world_size:
-                left = world_size // others
-                wrong.append(
-                    f"data_parallel_replicate_size={self.data_parallel_replicate_size} x "
-                    f"data_parallel_shard_size={self.data_parallel_shard_size} with data_parallel_size={self.data_parallel_size}: "
-                    f"the other axes leave {left} rank{'s'[: left != 1]} for data parallelism; nearest "
-                    f"data_parallel_replicate_size: {_near_divisors(left, self.data_parallel_replicate_size)}, "
-                    "and leave data_parallel_size and data_parallel_shard_size at 'auto'"
-                )
-            elif self.expert_parallel_size > 1 and (world_size // self.pipeline_parallel_size // replicate) % self.expert_parallel_size:
-                size = world_size // self.pipeline_parallel_size // replicate
-                wrong.append(
-                    f"expert_parallel_size={self.expert_parallel_size} must divide dp_shard x cp x tp = {size}: "
-                    f"nearest {_near_divisors(size, self.expert_parallel_size)}"
-                )
-            elif _is_size(self.reshard_after_forward) and self.reshard_after_forward is not True:
-                size = shard * self.context_parallel_size
-                if size % int(self.reshard_after_forward) or self.reshard_after_forward in (1, size):
-                    wrong.append(
-                        f"reshard_after_forward={self.reshard_after_forward}: a group size must divide dp_shard x cp = {size} "
-                        "and differ from 1 and from it; True and False are the two ends"
-                    )
-        wrong += self._check_options()
-        if self.global_batch_size is not None and not wrong:
-            wrong += self._check_batch(world_size)
-        return wrong
-
-    def _check_options(self) -> list[str]:
-        wrong = []
-        if self.sequence_parallel and self.tensor_parallel_size == 1:
-            wrong.append(
-                "sequence_parallel=True needs tensor_parallel_size above 1 (it shards norms over the tensor-parallel axis); "
-                "for long sequences see context_parallel_size"
-            )
-        if self.loss_parallel and self.tensor_parallel_size == 1:
-            wrong.append("loss_parallel=True needs tensor_parallel_size above 1: nothing shards the vocabulary otherwise")
-        wrong += self._check_pipeline() + self._check_context()
-        if (self.global_batch_size is None) != (self.microbatch_size is None) and self.pipeline_parallel_size == 1:
-            wrong.append(
-                f"global_batch_size={self.global_batch_size} and microbatch_size={self.microbatch_size}: give both (the accumulation is "
-                "derived from them) or neither (the loader's batch and accumulate_grad_batches hold)"
-            )
-        return wrong
-
-    def _check_pipeline(self) -> list[str]:
-        wrong = []
-        schedule, stages = schedule_name(self.pipeline_schedule), self.pipeline_stages_per_rank
-        if self.pipeline_parallel_size == 1:
-            given = {"pipeline_schedule": "1F1B", "pipeline_stages_per_rank": 1, "pipeline_split": "auto"}
-            for name, default in given.items():
-                value = schedule if name == "pipeline_schedule" else getattr(self, name)
-                if value != default:
-                    wrong.append(f"{name}={value!r} needs pipeline_parallel_size above 1: there is no pipeline otherwise")
-            return wrong
-        if schedule in LOOPED_SCHEDULES and stages == 1:
-            wrong.append(f"pipeline_schedule={schedule!r} alternates between stages of a rank: set pipeline_stages_per_rank=2 or more")
-        elif schedule in V_SCHEDULES and stages != 2:
-            wrong.append(f"pipeline_schedule={schedule!r} goes down and up again: set pipeline_stages_per_rank=2 (it is {stages})")
-        elif schedule not in LOOPED_SCHEDULES + V_SCHEDULES and stages != 1:
-            names = ", ".join(LOOPED_SCHEDULES + V_SCHEDULES)
-            wrong.append(
-                f"pipeline_stages_per_rank={stages}: pipeline_schedule={schedule!r} has one stage on each rank; use 1, or one of {names}"
-            )
-        if self.global_batch_size is not None and not wrong:
-            micro = self.microbatch_size or 1
-            if self.global_batch_size % micro:
-                wrong.append(f"global_batch_size={self.global_batch_size} is no multiple of microbatch_size={micro}")
-        return wrong
-
-    def _check_context(self) -> list[str]:
-        if self.context_parallel_size == 1:
-            return [
-                f"{name}={getattr(self, name)!r} needs context_parallel_size above 1: rows lie whole on a rank otherwise"
-                for name in ("context_parallel_method", "context_parallel_layout", "attention_backend")
-                if getattr(self, name) != "auto"
-            ]
-        wrong = []
-        if self.label_alignment is None:
-            wrong.append(
-                f"context_parallel_size={self.context_parallel_size} needs label_alignment, for each rank sees part of a row: "
-                "'aligned' (the target of position i stands at i), 'shift' (at i + 1, and the step or model shifts), or 'huggingface' "
-                "(at i + 1, and the model takes shift_labels)"
-            )
-        if self.context_parallel_method == "ring+ulysses" and ulysses_size(self.context_parallel_size) == 1:
-            wrong.append(
-                f"context_parallel_method='ring+ulysses' splits context_parallel_size={self.context_parallel_size} into two factors, and "
-                "it has none: use a size such as 4, 6 or 8, or 'ring'"
-            )
-        return wrong
-
     def check_microbatches(self, microbatches: int) -> list[str]:
         """The rules on how many microbatches go through a pipeline in one step."""
-        schedule, ranks = schedule_name(self.pipeline_schedule), self.pipeline_parallel_size
-        count = f"{microbatches} microbatch{'es'[: 2 * (microbatches != 1)]}"
-        rows = f"the loader's batch makes {count} of microbatch_size={self.microbatch_size or 1}"
-        if schedule == "1F1B" and microbatches < ranks:
-            return [f"{rows}, and pipeline_schedule='1F1B' needs at least pipeline_parallel_size={ranks}: give more rows, or use 'GPipe'"]
-        rounds = max(1, microbatches // ranks)
-        if schedule in LOOPED_SCHEDULES and (microbatches < ranks or microbatches % rounds):
-            near = f"{rounds * ranks} or {(rounds + 1) * ranks}"
-            rule = f"pipeline_schedule={schedule!r} works in rounds of pipeline_parallel_size={ranks} microbatches"
-            return [f"{rows}, and {rule}: use {near} microbatches"]
-        return []
+        return check_microbatches(self, microbatches)
 
-    def _check_batch(self, world_size: int) -> list[str]:
-        replicate, shard = self._data_parallel(world_size)
-        assert self.global_batch_size is not None
-        micro = self.microbatch_size or 1
-        unit = micro * replicate * shard
-        if self.global_batch_size % unit == 0:
-            return []
-        below = self.global_batch_size // unit * unit
-        near = f"{below} or {below + unit}" if below else f"{unit}"
-        product = f"microbatch_size {micro} x data-parallel size {replicate * shard} = {unit}"
-        return [f"global_batch_size={self.global_batch_size} is no multiple of {product}: nearest {near}"]
-
-    def _data_parallel(self, world_size: int) -> tuple[int, int]:
+    def data_parallel_sizes(self, world_size: int) -> tuple[int, int]:
         """(replicate, shard), "auto" filled in; the product may be wrong, which ``check`` reports."""
         left = world_size // self.model_parallel_size
         replicate, shard, total = self.data_parallel_replicate_size, self.data_parallel_shard_size, self.data_parallel_size
@@ -383,23 +200,3 @@ def batch_arithmetic(plan: ParallelPlan, loader_batch_size: int | None = None) -
     if plan.pipeline_parallel_size > 1:  # all of them go through one call of the schedule
         return micro, 1, f"{total} = micro {micro} x microbatches {parts} x accumulation 1 x dp {data}"
     return micro, parts, f"{total} = micro {micro} x accumulation {parts} x dp {data}"
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _near_divisors(number: int, wanted: int) -> str:
-    """The divisors of ``number`` on both sides of ``wanted``."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    below = [size for size in divisors if size <= wanted][-1:]
-    above = [size for size in divisors if size > wanted][:1]
-    return " or ".join(map(str, below + above))
-
-
-def ulysses_size(context_parallel_size: int) -> int:
-    """How many neighbouring ranks exchange heads for tokens under "ring+ulysses": the largest divisor of the axis up to its square root,
-    so that both message sizes shrink."""
-    return max(
-        size for size in range(1, context_parallel_size + 1) if context_parallel_size % size == 0 and size**2 <= context_parallel_size
-    )

@@ -114,6 +114,8 @@ FEATURES = (
     Feature("checkpointing", "none", lambda plan: plan.activation_checkpointing is None),
     Feature("checkpointing", "selective", lambda plan: plan.activation_checkpointing == "selective"),
     Feature("checkpointing", "full", lambda plan: plan.activation_checkpointing not in (None, "selective")),
+    Feature("offload", "kept on the device", lambda plan: not plan.activation_offload),
+    Feature("offload", "block inputs offloaded", lambda plan: plan.activation_offload),
     Feature("compile", "eager", lambda plan: not plan.compile),
     Feature("compile", "compiled", lambda plan: bool(plan.compile)),
     Feature("precision", "float64"),
@@ -146,6 +148,14 @@ FEATURES = (
 REFUSED: dict[frozenset[str], str] = {
     frozenset(("selective", "compiled")): (
         "a selective policy cannot see into a compiled block: use activation_checkpointing='full' or None, or compile=False"
+    ),
+    frozenset(("none", "block inputs offloaded")): (
+        "activation_offload=True moves the inputs of recomputed blocks, and without recomputation everything else stays on the device: use "
+        "activation_checkpointing='full', or activation_offload=False"
+    ),
+    frozenset(("selective", "block inputs offloaded")): (
+        "activation_offload=True moves the inputs of blocks, and selective recomputation keeps the larger outputs of matmuls: use "
+        "activation_checkpointing='full', or activation_offload=False"
     ),
 }
 _TENSOR_PIPELINES = tuple(f.name for f in FEATURES if f.dimension == "axes" and f.name.startswith("pp") and "tp" in f.name)
@@ -202,7 +212,6 @@ MEANINGLESS = _meaningless()
 # Choices that no test proves yet: asked for, they are refused by name.
 _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda p: p.expert_parallel_size > 1, "expert_parallel_size={p.expert_parallel_size}: expert parallelism"),
-    (lambda p: p.activation_offload, "activation_offload=True: offloading of activations"),
     (lambda p: p.cpu_offload, "cpu_offload=True: parameters and optimizer state in host memory"),
     (lambda p: p.loss_parallel, "loss_parallel=True: logits that stay sharded over the vocabulary"),
     (

@@ -108,6 +108,7 @@ def plan_of(case: Case) -> dict[str, Any]:
     """The strategy's arguments for a case."""
     arguments = dict(AXES[case["axes"]][2])
     arguments["activation_checkpointing"] = {"none": None}.get(case["checkpointing"], case["checkpointing"])
+    arguments["activation_offload"] = case["offload"] == "block inputs offloaded"
     arguments["compile"] = {"backend": "aot_eager"} if case["compile"] == "compiled" else False
     arguments["reshard_after_forward"] = {"reshard auto": "auto", "reshard always": True, "reshard never": False}[case["reshard"]]
     arguments["reduce_gradients"] = "every" if case["accumulation"].endswith("every") else "last"

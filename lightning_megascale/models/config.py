@@ -32,6 +32,8 @@ class DecoderConfig:
         dropout: probability on the embedding and on what each sub-layer adds to the residual stream; in training only.
         init_std: standard deviation of the initial weights.
         loss_chunk_tokens: tokens whose logits exist at a time in the loss.
+        mlp_chunk_tokens: tokens of a rank whose F-wide activations exist at a time, in forward and backward: the feed-forward runs them
+            in chunks and runs each again in the backward. None runs them together and keeps what they made. The numbers are the same.
 
     Raises:
         ValueError: listing every rule that is broken.
@@ -56,6 +58,7 @@ class DecoderConfig:
     dropout: float = 0.0
     init_std: float = 0.02
     loss_chunk_tokens: int = 1024
+    mlp_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         wrong = self._wrong_values()
@@ -72,9 +75,9 @@ class DecoderConfig:
     def _wrong_values(self) -> list[str]:
         wrong = []
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings",
-                     "loss_chunk_tokens", "num_kv_heads", "head_dim"):  # fmt: skip
+                     "loss_chunk_tokens", "mlp_chunk_tokens", "num_kv_heads", "head_dim"):  # fmt: skip
             value = getattr(self, name)
-            optional = name in ("num_kv_heads", "head_dim") and value is None
+            optional = name in ("num_kv_heads", "head_dim", "mlp_chunk_tokens") and value is None
             if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 wrong.append(f"{name}={value!r}: must be an integer of at least 1")
         for name, choices in (("norm", ("rms", "layer")), ("positions", ("rope", "learned")), ("mlp", ("swiglu", "gelu"))):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megascale.ops.cross_entropy import linear_cross_entropy
 
@@ -119,14 +120,41 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)) for "swiglu", down(gelu(up(x))) for "gelu".
 
-    Source: Shazeer 2020, "GLU variants improve Transformer", equation 6; Hendrycks & Gimpel 2016, "GELUs" (the tanh form).
+    Each token is computed by itself, so they may run in chunks: chunked, a call runs ``forward`` (and hooks) once a chunk, and again in
+    the backward, so that of what is F wide only one chunk's exists at a time. Nothing is drawn inside, so no random state is kept.
+
+    Args:
+        hidden_size, intermediate_size: D, F of the whole layer.
+        kind: "swiglu" or "gelu".
+        bias: biases in the linears.
+        chunk_tokens: tokens of a chunk; None runs all of them together and keeps what they made.
+
+    Source: Shazeer 2020, "GLU variants improve Transformer", equation 6; Hendrycks & Gimpel 2016, "GELUs" (the tanh form); Bekman et al.
+        2025, "Arctic long sequence training", section 3.1 (chunks of the sequence).
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, kind: str = "swiglu", bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, kind: str = "swiglu", bias: bool = False, chunk_tokens: int | None = None
+    ) -> None:
         super().__init__()
+        self.mlp_chunk_tokens = chunk_tokens
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias) if kind == "swiglu" else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def __call__(self, hidden_BLD: Tensor) -> Tensor:
+        """All tokens of (B, L, D), in chunks where asked. Outside of ``forward``, so that what tensor parallelism does is chunked too."""
+        if self.mlp_chunk_tokens is None:
+            return super().__call__(hidden_BLD)
+        chunks = hidden_BLD.flatten(0, -2).split(self.mlp_chunk_tokens)  # (T, D): as many on every rank, whose T are equal
+        if torch.is_grad_enabled():
+            done = [checkpoint(self._run_chunk, chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+        else:
+            done = [self._run_chunk(chunk) for chunk in chunks]
+        return torch.cat(done).view(hidden_BLD.shape)
+
+    def _run_chunk(self, hidden_CD: Tensor) -> Tensor:
+        return super().__call__(hidden_CD)
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         if self.gate_proj is None:

@@ -11,7 +11,7 @@ Source: Liu et al. 2023, "Ring attention", section 3 (keys travel); Llama 3 (202
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_megascale.ops.attention import Kernel
+from lightning_megascale.ops.attention import BlockOptions, Kernel, wide_dtype
 from lightning_megascale.ops.sequence_layout import Block, Run, blocks_between
 
 Tables = Sequence[Sequence[Run]]
@@ -70,13 +70,13 @@ class _Blocks:
     def __init__(self, kernel: Kernel, pattern: Pattern, rank: int, q: Tensor) -> None:
         self.kernel, self.pattern, self.rank, self.q = kernel, pattern, rank, q
         self.scale = q.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale
-        self.wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.wide = wide_dtype(q.dtype)
 
-    def _each(self, source: int) -> Iterator[tuple[slice, slice, slice, tuple[float, bool, int | None, int]]]:
+    def _each(self, source: int) -> Iterator[tuple[slice, slice, slice, BlockOptions]]:
         for rows, block in self.pattern.blocks(self.q.shape[0], self.rank, source):
             queries = slice(block.query_start, block.query_start + block.query_length)
             keys = slice(block.key_start, block.key_start + block.key_length)
-            yield rows, queries, keys, (self.scale, block.is_causal, self.pattern.window, block.ahead)
+            yield rows, queries, keys, BlockOptions(self.scale, block.is_causal, self.pattern.window, block.ahead)
 
     def start(self) -> tuple[Tensor, Tensor]:
         """(out, lse) before any key: rows without a key, such as padding, keep 0 and -inf."""
@@ -87,7 +87,7 @@ class _Blocks:
     def forward(self, source: int, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merges what this rank's queries see of ``source``'s keys into ``out`` and ``lse``, in place."""
         for rows, queries, keys, options in self._each(source):
-            part, part_lse = self.kernel.forward(self.q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], *options)
+            part, part_lse = self.kernel.forward(self.q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], options)
             before, at = lse[rows, :, queries], (rows, slice(None), queries)
             both = torch.logaddexp(before, part_lse.to(self.wide))
             old, new = (before - both).exp().unsqueeze(-1), (part_lse.to(self.wide) - both).exp().unsqueeze(-1)
@@ -98,10 +98,53 @@ class _Blocks:
         """Adds this rank's part of the gradients about ``source``'s keys to ``grad_q`` and ``grad_kv`` (2, B, G, L, H), in place."""
         for rows, queries, keys, options in self._each(source):
             at = (rows, slice(None), queries)
-            parts = self.kernel.backward(grad[at], self.q[at], k[rows, :, keys], v[rows, :, keys], out[at], lse[at].contiguous(), *options)
+            parts = self.kernel.backward(grad[at], self.q[at], k[rows, :, keys], v[rows, :, keys], out[at], lse[at].contiguous(), options)
             grad_q[at] += parts[0]
             grad_kv[0][rows, :, keys] += parts[1]
             grad_kv[1][rows, :, keys] += parts[2]
+
+
+class _OverRanks(torch.autograd.Function):
+    """Attention whose keys come as a ``_Way`` says, there and back."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kernel: Kernel, group: Any, way: _Way) -> Tensor:
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        blocks = _Blocks(kernel, pattern, rank, q)
+        out, lse = blocks.start()
+        way.forward(blocks, torch.stack((k, v)), out, lse, group, size)
+        ctx.kernel, ctx.pattern, ctx.way, ctx.group, ctx.place = kernel, pattern, way, group, (rank, size)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        rank, size = ctx.place
+        blocks = _Blocks(ctx.kernel, ctx.pattern, rank, q)
+        grad_q = torch.zeros(q.shape, dtype=blocks.wide, device=q.device)
+
+        def about(source: int, kv: Tensor, grad_kv: Tensor) -> None:
+            blocks.backward(source, kv[0], kv[1], grad, out, lse, grad_q, grad_kv)
+
+        own = ctx.way.backward(blocks, torch.stack((k, v)), about, ctx.group, size)
+        return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How keys and values, (2, B, G, L, H) of each rank, come to the queries.
+
+    Args:
+        forward: (blocks, this rank's keys and values, out, lse, group, size) -> None: merges those of all ranks into out and lse.
+        backward: (blocks, this rank's keys and values, about, group, size) -> the gradients of this rank's keys and values from the queries
+            of all ranks; ``about(source, keys and values, gradients)`` adds those from this rank's queries.
+    """
+
+    forward: Callable[[_Blocks, Tensor, Tensor, Tensor, Any, int], None]
+    backward: Callable[[_Blocks, Tensor, Callable[[int, Tensor, Tensor], None], Any, int], Tensor]
 
 
 # ---- ring ---------------------------------------------------------------------------------------------------------------------------
@@ -115,56 +158,43 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup, rank: int, size: int) -> 
     return received, dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, received, before, group)])
 
 
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
+def _arrived(passed: tuple[Tensor, list[dist.Work]]) -> Tensor:
+    for work in passed[1]:
         work.wait()
+    return passed[0]
 
 
-class _Ring(torch.autograd.Function):
-    """Keys and values travel; in backward their gradients follow them, start one rank on, and come home after W - 1 hops."""
+def _around(kv: Tensor, group: Any, rank: int, size: int) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its keys and values) for every rank, this one first; the next ones travel while these are worked on."""
+    for step in range(size):
+        following = _pass_on(kv, group, rank, size) if step < size - 1 else None
+        yield (rank - step) % size, kv
+        if following is not None:
+            kv = _arrived(following)
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kernel: Kernel, group: Any) -> Tensor:
-        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        kv = torch.stack((k, v))  # (2, B, G, L, H), one message
-        blocks = _Blocks(kernel, pattern, rank, q)
-        out, lse = blocks.start()
-        for step in range(size):
-            following: Any = _pass_on(kv, group, rank, size) if step < size - 1 else None
-            blocks.forward((rank - step) % size, kv[0], kv[1], out, lse)
-            if following is not None:
-                _wait(following[1])
-                kv = following[0]
-        ctx.pattern, ctx.kernel, ctx.group, ctx.place = pattern, kernel, group, (rank, size)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        rank, size = ctx.place
-        kv, blocks = torch.stack((k, v)), _Blocks(ctx.kernel, ctx.pattern, rank, q)
-        grad_q = torch.zeros(q.shape, dtype=blocks.wide, device=q.device)
-        own = torch.zeros(kv.shape, dtype=blocks.wide, device=q.device)
-        travelling: Any = None  # (gradients of the keys that come next, works)
-        for step in range(size):
-            following: Any = _pass_on(kv, ctx.group, rank, size) if step < size - 1 else None
-            about = own if step == 0 else torch.zeros_like(own)
-            blocks.backward((rank - step) % size, kv[0], kv[1], grad, out, lse, grad_q, about)
-            if step:
-                if travelling is not None:
-                    _wait(travelling[1])
-                    about += travelling[0]
-                travelling = _pass_on(about, ctx.group, rank, size)
-            if following is not None:
-                _wait(following[1])
-                kv = following[0]
-        if travelling is not None:
-            _wait(travelling[1])
-            own += travelling[0]
-        return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None, None
+def _ring_forward(blocks: _Blocks, kv: Tensor, out: Tensor, lse: Tensor, group: Any, size: int) -> None:
+    for source, theirs in _around(kv, group, blocks.rank, size):
+        blocks.forward(source, theirs[0], theirs[1], out, lse)
+
+
+def _ring_backward(blocks: _Blocks, kv: Tensor, about: Callable[[int, Tensor, Tensor], None], group: Any, size: int) -> Tensor:
+    """Gradients follow their keys, start one rank on, and come home after W - 1 hops."""
+    own = torch.zeros(kv.shape, dtype=blocks.wide, device=kv.device)
+    travelling = None  # gradients of the keys that come next
+    for source, theirs in _around(kv, group, blocks.rank, size):
+        grads = own if source == blocks.rank else torch.zeros_like(own)
+        about(source, theirs, grads)
+        if source != blocks.rank:
+            if travelling is not None:
+                grads += _arrived(travelling)
+            travelling = _pass_on(grads, group, blocks.rank, size)
+    if travelling is not None:
+        own += _arrived(travelling)
+    return own
+
+
+_RING = _Way(_ring_forward, _ring_backward)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kernel: Kernel, group: dist.ProcessGroup | None) -> Tensor:
@@ -180,41 +210,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kernel: Ke
     Returns:
         (B, N, L, H); 0 for padding.
     """
-    return _Ring.apply(q, k, v, pattern, kernel, group)
+    return _OverRanks.apply(q, k, v, pattern, kernel, group, _RING)
 
 
 # ---- gathered keys ------------------------------------------------------------------------------------------------------------------
-
-
-class _Gathered(torch.autograd.Function):
-    """All keys at once; gathered again in backward, whose sums are scattered in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kernel: Kernel, group: Any) -> Tensor:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        blocks = _Blocks(kernel, pattern, rank, q)
-        out, lse = blocks.start()
-        for source, kv in enumerate(_gather(torch.stack((k, v)), group, size)):
-            blocks.forward(source, kv[0], kv[1], out, lse)
-        ctx.pattern, ctx.kernel, ctx.group, ctx.place = pattern, kernel, group, (rank, size)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        rank, size = ctx.place
-        blocks = _Blocks(ctx.kernel, ctx.pattern, rank, q)
-        grad_q = torch.zeros(q.shape, dtype=blocks.wide, device=q.device)
-        everywhere = _gather(torch.stack((k, v)), ctx.group, size)
-        grads = torch.zeros(everywhere.shape, dtype=blocks.wide, device=q.device)
-        for source in range(size):
-            blocks.backward(source, everywhere[source][0], everywhere[source][1], grad, out, lse, grad_q, grads[source])
-        own = torch.empty_like(grads[0])
-        dist.reduce_scatter_tensor(own, grads.flatten(0, 1), group=ctx.group)
-        return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None, None
 
 
 def _gather(kv: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
@@ -223,11 +222,30 @@ def _gather(kv: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
     return everywhere
 
 
+def _gathered_forward(blocks: _Blocks, kv: Tensor, out: Tensor, lse: Tensor, group: Any, size: int) -> None:
+    for source, theirs in enumerate(_gather(kv, group, size)):
+        blocks.forward(source, theirs[0], theirs[1], out, lse)
+
+
+def _gathered_backward(blocks: _Blocks, kv: Tensor, about: Callable[[int, Tensor, Tensor], None], group: Any, size: int) -> Tensor:
+    """Gathered again; the sums are scattered in float32."""
+    everywhere = _gather(kv, group, size)
+    grads = torch.zeros(everywhere.shape, dtype=blocks.wide, device=kv.device)
+    for source in range(size):
+        about(source, everywhere[source], grads[source])
+    own = torch.empty_like(grads[0])
+    dist.reduce_scatter_tensor(own, grads.flatten(0, 1), group=group)
+    return own
+
+
+_GATHERED = _Way(_gathered_forward, _gathered_backward)
+
+
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kernel: Kernel, group: dist.ProcessGroup | None) -> Tensor:
     """Attention with the keys of all ranks gathered, forward and again in backward. Arguments and result: those of ``ring_attention``."""
     if group is None or dist.get_world_size(group) == 1:
         return ring_attention(q, k, v, pattern, kernel, None)
-    return _Gathered.apply(q, k, v, pattern, kernel, group)
+    return _OverRanks.apply(q, k, v, pattern, kernel, group, _GATHERED)
 
 
 # ---- heads for tokens ---------------------------------------------------------------------------------------------------------------

@@ -130,7 +130,8 @@ class Context:
         if q.device.type == "meta":
             return torch.empty_like(q)
         pattern = shard.pattern(is_causal, window, scale)
-        return self._run(q.contiguous(), k.contiguous(), v.contiguous(), pattern, choose_kernel(self.backend, q.device))
+        kernel = choose_kernel(self.backend, q.device, q.dtype, q.shape[-1])
+        return self._run(q.contiguous(), k.contiguous(), v.contiguous(), pattern, kernel)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kernel: Kernel) -> Tensor:
         views = self.views

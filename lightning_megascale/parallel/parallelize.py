@@ -114,7 +114,7 @@ def parallelize(
     if plan.activation_checkpointing:
         from lightning_megascale.parallel.recompute import apply_recompute
 
-        apply_recompute(blocks, plan.activation_checkpointing)
+        apply_recompute(blocks, plan.activation_checkpointing, offload=plan.activation_offload)
     apply_data_parallel(
         roots,
         sharded,

@@ -1,4 +1,5 @@
-"""Activation recomputation (checkpointing) of blocks: full, selective, or of chosen module classes. Names of parameters never change.
+"""Activation recomputation (checkpointing) of blocks: full, selective, or of chosen module classes; what full recomputation keeps may
+wait in host memory. Names of parameters never change.
 
 The checkpoint is the outermost thing a module's call does: hooks, FSDP2's and a compiled call are inside, so it can be applied before
 ``fully_shard`` and after ``block.compile()``.
@@ -12,7 +13,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_megascale.ops.tensor_parallel import ROW_LINEAR
@@ -33,7 +35,7 @@ _SAVED = (  # schemas of a library that is not loaded are left out
 )
 
 
-def apply_recompute(blocks: Sequence[nn.Module], mode: str | Collection[type[nn.Module]] | None) -> None:
+def apply_recompute(blocks: Sequence[nn.Module], mode: str | Collection[type[nn.Module]] | None, *, offload: bool = False) -> None:
     """Runs parts of ``blocks`` again in the backward instead of keeping their activations. In place; random numbers repeat.
 
     Args:
@@ -41,20 +43,24 @@ def apply_recompute(blocks: Sequence[nn.Module], mode: str | Collection[type[nn.
         mode: None keeps everything. "full" keeps a block's input. "selective" keeps what is dear to compute and small: the outputs of
             column-parallel (or all) matmuls and of the attention core, and the sums of row-parallel linears, never the partial products
             they are made of. A set of classes: every module of these classes inside the blocks is recomputed fully.
+        offload: what a fully recomputed module keeps, its hidden state, goes to host memory until the backward.
 
     Raises:
-        ValueError: for another mode, or a class that no block holds.
+        ValueError: for another mode, a class that no block holds, or an offload of what is not recomputed fully.
 
     Source: Chen et al. 2016, "Training deep nets with sublinear memory cost"; Korthikanti et al. 2022, "Reducing activation
         recomputation in large transformer models", section 5.
     """
+    if offload and mode in (None, "selective"):
+        raise ValueError(f"activation_offload=True with activation_checkpointing={mode!r}: use 'full', which keeps inputs of blocks only")
     if mode is None:
         return
+    fully = OffloadedRecompute if offload else FullRecompute
     if isinstance(mode, str):
         if mode not in MODES:
             raise ValueError(f"activation_checkpointing={mode!r}: must be None, 'selective', 'full' or a set of module classes")
         for block in blocks:
-            _recompute(block, SelectiveRecompute if mode == "selective" else FullRecompute)
+            _recompute(block, SelectiveRecompute if mode == "selective" else fully)
         return
     classes = tuple(mode)
     modules = [module for block in blocks for module in block.modules()]
@@ -67,7 +73,7 @@ def apply_recompute(blocks: Sequence[nn.Module], mode: str | Collection[type[nn.
             raise ValueError(f"activation_checkpointing holds {kind.__name__}, but no block has such a module; they have {found}")
     for module in modules:
         if isinstance(module, classes):
-            _recompute(module, FullRecompute)
+            _recompute(module, fully)
 
 
 def _is_module_class(kind: Any) -> bool:
@@ -91,6 +97,68 @@ class FullRecompute:
         options: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
         # both as positional arguments: torch looks in there for the devices whose random state it must keep
         return checkpoint(partial(_unpacked, call), args, kwargs, use_reentrant=False, **options)
+
+
+class OffloadedRecompute(FullRecompute):
+    """A module whose hidden state waits in host memory for the backward, in which it runs again.
+
+    What goes there are the arguments that need a gradient: what the layer before has made. Masks, positions and rotary angles are one
+    tensor for all layers, so copies of them would cost more than they free; they stay where they are, and so does every parameter.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super(FullRecompute, self).__call__  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        moved: list[Tensor] = []
+        rest = _set_apart((args, kwargs), moved)
+        with HostMemory():  # reaches the checkpoint's own arguments only: inside of it, its hooks are the innermost
+            return checkpoint(partial(_joined, call), rest, *moved, use_reentrant=False)
+
+
+class HostMemory(saved_tensors_hooks):
+    """Inside it what autograd keeps waits in host memory: ``torch.autograd.graph.save_on_cpu``, which leaves a tensor of the CPU alone."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: (tensor.device, to_host(tensor)), lambda packed: from_host(*packed))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned where it comes from an accelerator: the copy then runs in its stream, and nothing waits for it."""
+    away = tensor.device.type != "cpu"
+    return torch.empty_like(tensor, device="cpu", pin_memory=away).copy_(tensor, non_blocking=away)
+
+
+def from_host(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor again on ``device``; the backward runs in the stream of its forward, so after the copy to the host."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+class _Place(int):
+    """Stands in arguments for a tensor that travels apart."""
+
+
+def _set_apart(value: Any, moved: list[Tensor]) -> Any:
+    """``value`` with a place for each tensor in ``moved``: those that need a gradient and are no parameter, in tuples and keywords too."""
+    if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
+        moved.append(value)
+        return _Place(len(moved) - 1)
+    if type(value) is tuple:
+        return tuple(_set_apart(part, moved) for part in value)
+    return {key: _set_apart(part, moved) for key, part in value.items()} if type(value) is dict else value
+
+
+def _put_back(value: Any, moved: Sequence[Tensor]) -> Any:
+    if type(value) is _Place:
+        return moved[value]
+    if type(value) is tuple:
+        return tuple(_put_back(part, moved) for part in value)
+    return {key: _put_back(part, moved) for key, part in value.items()} if type(value) is dict else value
+
+
+def _joined(call: Callable[..., Any], rest: Any, *moved: Tensor) -> Any:
+    args, kwargs = _put_back(rest, moved)
+    return call(*args, **kwargs)
 
 
 def _unpacked(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

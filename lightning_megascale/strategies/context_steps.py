@@ -11,13 +11,14 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_megascale.callbacks.context_sharding import RingContextSharding
 from lightning_megascale.mesh import MeshViews
-from lightning_megascale.parallel.context import Context
+from lightning_megascale.parallel.context import Context, prepare_call
 from lightning_megascale.parallel.context_batch import SequenceCut, names_of
 from lightning_megascale.parallel.context_probe import Probe, probe_layout
 from lightning_megascale.parallel.loss_scale import IGNORE_INDEX
@@ -33,6 +34,30 @@ from lightning_megascale.strategies.steps import read_output
 log = logging.getLogger(__name__)
 
 Step = Callable[..., Any]
+
+
+def open_context(strategy: Any, trainer: pl.Trainer, module: pl.LightningModule, model: nn.Module, context: Context) -> ContextSteps:
+    """Makes batches be cut along their sequence, and calls of the model be given the positions of what is left.
+
+    Args:
+        strategy: a ``MegascaleStrategy`` whose model is parallelized.
+        trainer: gets the callback that cuts, if it has none.
+        module, model: the LightningModule and its parallelized child.
+        context: what the model's attention reads.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callback = next((callback for callback in callbacks if isinstance(callback, RingContextSharding)), None)
+    if callback is None:
+        callback = RingContextSharding()
+        callbacks.append(callback)
+        rank_zero_info("RingContextSharding was added: batches are cut along their sequence")
+    if strategy.plan.pipeline_parallel_size == 1 and "_megascale_positions" not in model.__dict__:  # a pipeline captures its calls
+        model.__dict__["_megascale_positions"] = model.register_forward_pre_hook(
+            lambda called, args, kwargs: prepare_call(called, context, args, kwargs), with_kwargs=True, prepend=True
+        )
+    return ContextSteps(
+        strategy.plan, strategy.mesh_views, strategy.root_device, context, module, model, callback, strategy._largest_over_ranks
+    )
 
 
 class ContextSteps:
@@ -179,31 +204,25 @@ class ContextSteps:
         names = names_of(whole)
         if names.labels is None:
             return [NO_LABELS]
-        short = _Short(whole, 8)
-        aligned = self._plan.label_alignment == "aligned"
-        last = short.tokens - (1 if aligned else 2)
+        trial = _Trial(whole, 8, 1 if pipeline is not None else 2, self._plan.label_alignment == "aligned")
 
-        def loss(target: int, label: int, changed: slice | None) -> float:
-            batch, shard = SequenceCut(1, 0, "contiguous", self._plan.label_alignment, self._multiple)(
-                short.with_target(target + (not aligned), label, changed)
-            )
+        def loss(targets: Sequence[_Target], changed: slice | None = None) -> tuple[float, float]:
+            """(sum of what is counted, how much that is)."""
+            cut = SequenceCut(1, 0, "contiguous", self._plan.label_alignment, self._multiple)
+            batch, shard = cut(trial.batch(targets, changed))
             self.context.probe = Probe(shard.document_ids, shard.position_ids)
             output = step(batch, *rest) if pipeline is None else pipeline.evaluate("training_step", step, batch, rest)
-            found = read_output(output)[1]
-            return float("nan") if found is None else float(found)
+            _, found, weights = read_output(output)
+            counted = float(len(targets)) if weights is None else float(weights.used)
+            if found is not None and found.dtype.itemsize < 4:
+                trial.rounding = 2e-2
+            return (float("nan") if found is None else float(found) * counted), counted
 
-        first = [loss(0, 0, None), loss(0, 1, None), loss(0, 0, slice(1, None))]
-        end = [loss(last, 0, None), loss(last, 1, None), loss(last, 0, slice(last, last + 1))]
-        causal = self.context.probe is None or not self.context.probe.bidirectional
-        values = torch.tensor([*first, *end])
-        blind = first[0] == first[1] and end[0] == end[1] and bool((values > 0).all())
-        if blind and bool(values.isfinite().all()):
+        wrong = _judge(loss, trial, lambda: self.context.probe is not None and self.context.probe.bidirectional)
+        if wrong == "blind":
             log.info("the loss is the same for all labels (a head that starts at zero?), so only label_alignment says where targets stand")
             return []
-        right = values.isfinite().all() and first[0] != first[1] and end[0] != end[1] and end[0] != end[2]
-        if right and (not causal or abs(first[0] - first[2]) <= 1e-3 * abs(first[0])):
-            return []
-        return [LOSS[self._plan.label_alignment or ""].format(step="training_step")]
+        return [] if wrong is None else [(LOSS[self._plan.label_alignment or ""] if wrong == "place" else NOT_ADDITIVE)]
 
     def _raise_all(self, wrong: list[str]) -> None:
         if not self._agree([float(bool(wrong))])[0]:
@@ -233,7 +252,7 @@ class ContextSteps:
         if seen is None:
             log.info("the loss is none of torch's cross-entropies: what it scores was tried on a few tokens, and is not watched")
         wrong = seen is not None and not torch.equal(seen, _counted(expected).to(seen))
-        self._raise_all([LOSS[self._plan.label_alignment or ""].format(step="training_step")] if wrong else [])
+        self._raise_all([LOSS[self._plan.label_alignment or ""]] if wrong else [])
 
 
 class SeamWatch(TorchFunctionMode):
@@ -261,45 +280,85 @@ def _counted(labels: Tensor) -> Tensor:
     return labels[labels != IGNORE_INDEX]
 
 
-class _Short:
-    """The first tokens of the first row of a batch, with a single target.
+_Target = tuple[int, int, int]  # row, token whose logits are scored, label
+
+
+class _Trial:
+    """The first tokens of the first rows of a batch, with few targets.
 
     Args:
         whole: a batch.
-        tokens: at most so many.
+        tokens, rows: at most so many.
+        aligned: a target stands at its token, else one later.
     """
 
-    def __init__(self, whole: Any, tokens: int) -> None:
+    def __init__(self, whole: Any, tokens: int, rows: int, aligned: bool) -> None:
         names = names_of(whole)
-        rows, length = names.tokens.shape[:2]
-        self.tokens = min(tokens, length)
-        self._ids_at, self._labels_at = names.tokens_at, names.labels_at
-        self._whole, self._rows, self._length = whole, rows, length
+        self._of, self._length = names.tokens.shape[:2]
+        self.rows, self.tokens = min(rows, self._of), min(tokens, self._length)
+        self.last = self.tokens - (1 if aligned else 2)
+        self._later = 0 if aligned else 1
+        self._ids, self._labels, self._whole = names.tokens, names.labels, whole
+        self.rounding = 1e-4
+        """Relative difference of losses that counts as none."""
 
-    def with_target(self, place: int, label: int, changed: slice | None) -> Any:
-        """Labels ignored but at ``place``; the tokens of ``changed`` are others."""
+    def batch(self, targets: Sequence[_Target], changed: slice | None) -> Any:
+        """Labels ignored but those of ``targets``; the tokens of ``changed`` are others."""
 
         def cut(name: str, leaf: Any) -> Any:
             if isinstance(leaf, (list, tuple)):
-                return leaf[:1] if len(leaf) == self._rows else leaf
-            if leaf.ndim == 0 or leaf.shape[0] != self._rows:
+                return leaf[: self.rows] if len(leaf) == self._of else leaf
+            if leaf.ndim == 0 or leaf.shape[0] != self._of:
                 return leaf
-            part = leaf[:1, : self.tokens] if leaf.ndim > 1 and leaf.shape[1] == self._length else leaf[:1]
-            if name == self._labels_at:
+            part = leaf[: self.rows, : self.tokens] if leaf.ndim > 1 and leaf.shape[1] == self._length else leaf[: self.rows]
+            key = name.replace("['", ".").removesuffix("']").rpartition(".")[2]
+            if leaf is self._labels:
                 part = torch.full_like(part, IGNORE_INDEX)
-                part[0, place] = label
-            elif name == self._ids_at and changed is not None:
+                for row, place, label in targets:
+                    part[row, place + self._later] = label
+            elif leaf is self._ids and changed is not None:
                 part = part.clone()
-                part[:, changed] = torch.where(part[:, changed] == 0, 1, 0) if not leaf.is_floating_point() else part[:, changed] + 1
-            elif name.endswith(("['document_ids']", ".document_ids")):
+                part[:, changed] = part[:, changed] + 1 if leaf.is_floating_point() else torch.where(part[:, changed] == 0, 1, 0)
+            elif key == "document_ids":
                 part = torch.zeros_like(part)
-            elif name.endswith(("['attention_mask']", ".attention_mask")):
+            elif key == "attention_mask":
                 part = torch.ones_like(part)
-            elif name.endswith(("['position_ids']", ".position_ids")):
-                part = torch.arange(self.tokens, device=part.device, dtype=part.dtype)[None]
+            elif key == "position_ids":
+                part = torch.arange(self.tokens, device=part.device, dtype=part.dtype).expand(self.rows, -1)
             return part
 
         return map_batch(self._whole, cut)
+
+
+def _judge(loss: Callable[..., tuple[float, float]], trial: _Trial, looks_ahead: Callable[[], bool]) -> str | None:
+    """What is wrong with a loss: "place" (it does not come from the target's token), "sum" (it is no sum over targets), "blind" (it is the
+    same for all labels, so nothing can be said), or None.
+
+    Args:
+        loss: (targets, changed tokens) -> (sum, count).
+        trial: makes the batches.
+        looks_ahead: whether attention sees later tokens, asked after a run.
+    """
+    last = trial.last
+    single = [loss([(0, 0, 0)]), loss([(0, last, 1)]), *([loss([(1, 0, 0)])] if trial.rows > 1 else [])]
+    other = [loss([(0, 0, 1)]), loss([(0, last, 0)])]
+    later, own = loss([(0, 0, 0)], slice(1, None)), loss([(0, last, 1)], slice(last, last + 1))
+    together = loss([(0, 0, 0), (0, last, 1), *([(1, 0, 0)] if trial.rows > 1 else [])])
+
+    def close(a: float, b: float) -> bool:
+        return abs(a - b) <= trial.rounding * max(abs(a), abs(b))
+
+    values = torch.tensor([value for value, _ in (*single, *other, later, own, together)])
+    if not bool(values.isfinite().all()) or not bool((values != 0).all()):
+        return "place"
+    if single[0] == other[0] and single[1] == other[1]:
+        return "blind"
+    if single[0] == other[0] or single[1] == other[1] or single[1] == own:
+        return "place"
+    if not looks_ahead() and not close(single[0][0], later[0]):
+        return "place"
+    sums, counts = sum(value for value, _ in single), sum(count for _, count in single)
+    return None if close(together[0], sums) and together[1] == counts else "sum"
 
 
 def _first_tensor(output: Any, tokens: int) -> Tensor | None:
@@ -314,15 +373,20 @@ NO_LABELS = (
     "the batch has no 'labels' (B, L), so what the step scores at the borders of this rank's tokens is unknown: put labels into the batch, "
     "made from the whole row"
 )
+NOT_ADDITIVE = (
+    "a few targets were put into a short batch, and training_step's loss of all of them was not the mean of their single losses: a loss "
+    "for each row, a preference or contrastive loss, a mean over something else than valid labels, weights by class. Under context "
+    "parallelism each rank scores a part of each row: return {'loss_sum': ..., 'num_tokens': ...} whose two numbers are sums over tokens"
+)
 _HOW = (
-    "One target was put at a single token of a few, and {step}'s loss did not come from the logits of that token. Under context "
-    "parallelism each rank sees part of a row, so who shifts labels has to be right: "
+    "a target was put at a single token of a few, and training_step's loss did not come from the logits of that token alone. Under context "
+    "parallelism each rank sees part of a row, so who shifts labels has to be right, and other tokens must not count (a penalty over all "
+    "of them): "
 )
 LOSS = {
-    "aligned": _HOW
-    + "label_alignment='aligned' says that {step} scores the logits at i against labels[:, i]. If it (or the model's own loss) "
-    "shifts them, say label_alignment='shift', or 'huggingface' for a transformers model that takes shift_labels",
-    "shift": _HOW + "label_alignment='shift' says that {step} scores the logits at i against labels[:, i + 1], as "
+    "aligned": _HOW + "label_alignment='aligned' says that the step scores the logits at i against labels[:, i]. If it (or the model's own "
+    "loss) shifts them, say label_alignment='shift', or 'huggingface' for a transformers model that takes shift_labels",
+    "shift": _HOW + "label_alignment='shift' says that the step scores the logits at i against labels[:, i + 1], as "
     "cross_entropy(logits[:, :-1], labels[:, 1:]) does. If labels are aligned already say 'aligned'",
     "huggingface": _HOW + "label_alignment='huggingface' says that the model's loss takes shift_labels, which the batch holds: call "
     "self.model(**batch), or pass shift_labels=batch['shift_labels']. For a class that ignores it, and shifts labels itself, say 'shift'",

@@ -19,10 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megascale.callbacks.context_sharding import RingContextSharding
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import build_mesh, compatible_mesh
-from lightning_megascale.parallel.context import Context, prepare_call
+from lightning_megascale.parallel.context import Context
 from lightning_megascale.parallel.data import postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
 from lightning_megascale.parallel.layouts import find_layout, is_published, target_of
@@ -35,7 +34,7 @@ from lightning_megascale.plan import ParallelPlan, batch_arithmetic
 from lightning_megascale.strategies import guards, pipeline_guards
 from lightning_megascale.strategies.arguments import plan_from, shows_fields_of_a_plan
 from lightning_megascale.strategies.checkpoint.pretrained import InitFrom, Pretrained
-from lightning_megascale.strategies.context_steps import ContextSteps
+from lightning_megascale.strategies.context_steps import ContextSteps, open_context
 from lightning_megascale.strategies.habits import give_finder_the_step_loss
 from lightning_megascale.strategies.pipeline_steps import PipelineSteps
 from lightning_megascale.strategies.precision import for_sharded_model, install_clipping, reduction_dtype
@@ -158,7 +157,9 @@ class MegascaleStrategy(Saving):
         install_clipping(plugin, self._note_norm, self._spread_of_parameters)
         self._parallelize(param_dtype)
         self._open_pipeline(None if param_dtype is None else torch.float32)
-        self._open_sequences(trainer)
+        if self._done is not None and self._done.context is not None:
+            _, target = target_of(self.lightning_module, self._module_name)
+            self._sequences = open_context(self, trainer, self.lightning_module, target, self._done.context)
         self._set_metric_groups()
         log_whole_values(trainer, self.lightning_module)
         answer_grad_norm(self)
@@ -245,26 +246,6 @@ class MegascaleStrategy(Saving):
         if any(_is_overridden(owner, hook) for owner in owners for hook in hooks) and views.pipeline is not None:
             self._scaling = pipeline_guards.GradientScaling(views.pipeline)
             self.precision_plugin._after_closure = self._checked_after_closure  # type: ignore[method-assign]
-
-    def _open_sequences(self, trainer: pl.Trainer) -> None:
-        """Makes batches be cut along their sequence, and calls of the model be given the positions of what is left."""
-        module = self.lightning_module
-        assert module is not None and self._done is not None
-        context = self._done.context
-        if context is None:
-            return
-        callback = next((callback for callback in trainer.callbacks if isinstance(callback, RingContextSharding)), None)  # type: ignore[attr-defined]
-        if callback is None:
-            callback = RingContextSharding()
-            trainer.callbacks.append(callback)  # type: ignore[attr-defined]
-            rank_zero_info("RingContextSharding was added: batches are cut along their sequence")
-        _, target = target_of(module, self._module_name)
-        agree = self._largest_over_ranks
-        self._sequences = ContextSteps(self.plan, self.mesh_views, self.root_device, context, module, target, callback, agree)
-        if self._pipeline is None and "_megascale_positions" not in target.__dict__:
-            target.__dict__["_megascale_positions"] = target.register_forward_pre_hook(
-                lambda model, args, kwargs: prepare_call(model, context, args, kwargs), with_kwargs=True, prepend=True
-            )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)

@@ -1,0 +1,386 @@
+"""Models under context parallelism are those of one device: losses, gradients, parameters, metrics, predictions, checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megascale import MegascaleModule, MegascaleStrategy, RingContextSharding, ThroughputMonitor
+from lightning_megascale.ops.sequence_layout import positions_of
+from tests import parity
+from tests.harness import run_alone, run_ranks
+from tests.huggingface import VOCABULARY as WORDS
+from tests.strategies import test_resume as resume
+from tests.strategies.context_runs import CP2, HEADS, VOCABULARY, WIDTH, Case, Module, Pool, Published, Toy, family, rows, texts
+
+QUIET: dict[str, Any] = dict(
+    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+)
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------------------
+
+
+def packed(length: int = 16, vocabulary: int = VOCABULARY) -> list[dict[str, Tensor]]:
+    """Documents of unlike lengths, the first target of each left out, padding in the last row."""
+    documents = torch.tensor([[0] * 5 + [1] * 8 + [2] * 3, [0] * 16, [0] + [1] * 9 + [2] * 6, [3] * 7 + [4] * 4 + [-1] * 5])
+    found = rows(length, seed=5, vocabulary=vocabulary)
+    for batch in found:
+        batch["document_ids"] = documents
+        batch["position_ids"] = torch.stack([torch.from_numpy(positions_of(row.numpy())) for row in documents])
+        batch["labels"] = batch["input_ids"].masked_fill((batch["position_ids"] == 0) | (documents < 0), -100)
+        batch["labels"][1, 3:9] = -100
+    return found
+
+
+def with_mask(batch: dict[str, Tensor], key: str) -> dict[str, Tensor]:
+    """One device is told of documents by a mask between all tokens; padding sees itself."""
+    documents = batch["document_ids"]
+    length = documents.shape[1]
+    mask = (documents[:, None, :, None] == documents[:, None, None]) & torch.ones(length, length, dtype=torch.bool).tril()
+    return {key: mask, **{name: value for name, value in batch.items() if name != "document_ids"}}
+
+
+def aligned(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{**batch, "labels": F.pad(batch["labels"][:, 1:], (0, 1), value=-100)} for batch in batches]
+
+
+def padded(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The labels of padding count, if only the mask is not laid over them rightly."""
+    found = []
+    for batch in batches:
+        mask = torch.ones_like(batch["input_ids"])
+        mask[1, -2:], mask[2, -5:] = 0, 0
+        found.append({**batch, "attention_mask": mask})
+    return found
+
+
+class PerToken(Module):
+    """Notes the loss of each token: (step, row, document, position) -> loss."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[tuple[tuple[int, ...], float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, labels, ids = self.logits(batch), batch["labels"], batch["input_ids"]
+        documents = batch.get("document_ids", torch.zeros_like(ids))
+        positions = batch.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids))
+        logits, labels, documents, positions = logits[:, :-1], labels[:, 1:], documents[:, :-1], positions[:, :-1]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        for row, place in (labels != -100).nonzero().tolist():
+            key = (batch_idx, row, int(documents[row, place]), int(positions[row, place]))
+            self.seen.append((key, losses[row, place].item()))
+        return losses.sum() / (labels != -100).sum()
+
+
+class Counting(Module):
+    """Logs in the ways that people do."""
+
+    def __init__(self) -> None:
+        super().__init__(Toy)
+        self.tokens, self.rows = torchmetrics.SumMetric().set_dtype(torch.float64), torchmetrics.SumMetric()
+        self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=VOCABULARY, ignore_index=-100, average="micro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, labels = self.logits(batch)[:, :-1], batch["labels"][:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        count = int((labels != -100).sum())
+        self.tokens.update(count)
+        self.mean.update(loss.detach(), count)
+        self.accuracy.update(logits.argmax(-1).flatten(), labels.flatten())
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=count)
+        self.log("count", float(count), on_step=True, on_epoch=False, sync_dist=True, reduce_fx="sum")
+        self.log("tokens", self.tokens, on_step=False, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+
+class Ticking(ThroughputMonitor):
+    """A clock that every look moves by a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(window=1, flops_per_token=None, peak_flops=None, clock=self.tick)
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    @property
+    def found(self) -> dict[str, float]:
+        return self.latest
+
+
+def megascale(model: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return MegascaleModule(model() if callable(model) else model, optimizer=dict(lr=1e-2, eps=1e-6), **options)
+
+
+OURS = dict(
+    vocab_size=VOCABULARY, hidden_size=WIDTH, num_layers=2, num_heads=HEADS, intermediate_size=32, max_position_embeddings=32, qk_norm=True
+)
+
+
+CASES = {
+    "Llama, its loss": Case(lambda: Published(family("Llama")), texts, "huggingface"),
+    "Llama, own loss": Case(lambda: Module(family("Llama")), lambda: rows(vocabulary=WORDS), plan=dict(context_parallel_method="ring")),
+    "Llama, packed": Case(
+        lambda: Published(family("Llama")), lambda: packed(vocabulary=WORDS), "huggingface", alone=lambda b: with_mask(b, "attention_mask")
+    ),
+    "Qwen3, its loss": Case(
+        lambda: Published(family("Qwen3")),
+        texts,
+        "huggingface",
+        plan=dict(context_parallel_method="ulysses", activation_checkpointing="full"),
+    ),
+    "Qwen3, own loss": Case(lambda: Module(family("Qwen3")), lambda: rows(13, vocabulary=WORDS)),
+    "Mistral, a window shorter than the row": Case(
+        lambda: Published(family("Mistral")), lambda: rows(vocabulary=WORDS), "huggingface", plan=dict(context_parallel_method="ring")
+    ),
+    "Gemma3, sliding and full": Case(
+        lambda: Published(family("Gemma3")), texts, "huggingface", plan=dict(context_parallel_method="allgather")
+    ),
+    "Mixtral": Case(lambda: Published(family("Mixtral")), texts, "huggingface"),
+    "Qwen3Moe": Case(lambda: Published(family("Qwen3Moe")), lambda: rows(14, vocabulary=WORDS), "huggingface"),
+    "GPT2, learned positions": Case(lambda: Published(family("GPT2")), texts, "huggingface"),
+    "toy": Case(lambda: Module(Toy), rows, plan=dict(context_parallel_method="ring", context_parallel_layout="contiguous")),
+    "toy, aligned": Case(lambda: Module(Toy, "aligned"), lambda: aligned(rows()), "aligned"),
+    "toy, tokens that are their labels": Case(lambda: Module(Toy), lambda: [{**b, "labels": b["input_ids"]} for b in rows(11)]),
+    "toy, packed": Case(lambda: PerToken(Toy), packed, plan=dict(context_parallel_method="ulysses"), alone=lambda b: with_mask(b, "mask")),
+    "toy, each token": Case(lambda: PerToken(Toy), rows, plan=dict(context_parallel_layout="headtail")),
+    "toy, counted": Case(Counting, lambda: rows(12), callbacks=lambda: [Ticking()]),
+    "toy in MegascaleModule": Case(lambda: megascale(Toy), lambda: rows(11)),
+    "toy in MegascaleModule, aligned": Case(lambda: megascale(Toy, label_shift=False), lambda: aligned(rows()), "aligned"),
+    "ours in MegascaleModule, padded": Case(lambda: megascale(OURS), lambda: padded(rows())),
+}
+DEFAULT = Pool(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_one_device(name: str) -> None:
+    DEFAULT.assert_equal(name)
+
+
+FOUR = {
+    f"{name}, {method}": Case(
+        case.module, case.batches, case.alignment, dict(context_parallel_size=4, context_parallel_method=method), case.alone
+    )
+    for name, case in CASES.items()
+    for method in ("ring", "allgather", "ring+ulysses")
+    if name.startswith(("Llama, packed", "Mistral", "toy, packed", "Gemma3"))
+}
+FOUR["Qwen3, its loss, cp2 x fsdp2"] = Case(lambda: Published(family("Qwen3")), texts, "huggingface", dict(data_parallel_shard_size=2))
+FOUR["Llama, own loss, cp2 x tp2"] = Case(
+    lambda: Module(family("Llama")), lambda: rows(vocabulary=WORDS), plan=dict(tensor_parallel_size=2)
+)
+WIDE = Pool(FOUR, ranks=4, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_equal_to_one_device_on_four_ranks(name: str) -> None:
+    WIDE.assert_equal(name)
+
+
+@pytest.mark.parametrize("name", ["toy, each token", "toy, packed"])
+def test_the_loss_of_each_token(name: str) -> None:
+    """Those at the borders of the ranks' parts too: nothing is scored twice, left out, or against another target."""
+    results, alone = DEFAULT.of(name)
+    seen = [item for result in results for item in result["seen"]]
+    assert len(seen) == len(dict(seen)) == len(alone["seen"]), "tokens are scored twice, or not at all"
+    mine, reference = dict(seen), dict(alone["seen"])
+    assert mine.keys() == reference.keys()
+    if name == "toy, each token":  # chunks of 3 tokens: the targets of 2, 5 and 8 stand on another rank or in another chunk
+        assert {(0, 2, 0, border) for border in (2, 5, 8)} <= mine.keys()
+    for key, loss in reference.items():
+        assert mine[key] == pytest.approx(loss, abs=1e-10), key
+    assert all(len(result["seen"]) > 0 for result in results)
+
+
+def test_metrics_are_not_multiplied_by_the_ranks_of_a_row() -> None:
+    results, alone = DEFAULT.of("toy, counted")
+    assert alone["metrics"]["tokens"] == sum(int((b["labels"][:, 1:] != -100).sum()) for b in rows(12))
+    for result in results:
+        for name, value in alone["metrics"].items():
+            if name != "perf/tokens_per_second":
+                assert result["metrics"][name] == pytest.approx(value, abs=1e-10), name
+    per_second = alone["found"][0]["perf/tokens_per_second"]
+    assert per_second == 4 * 12 / alone["found"][0]["perf/step_seconds"]
+    for result in results:
+        assert result["found"][0]["perf/tokens_per_second"] == per_second
+
+
+# ---- validation, test, prediction ----------------------------------------------------------------------------------------------------
+
+
+class Evaluated(Module):
+    def evaluate(self, name: str, batch: Any) -> Tensor:
+        logits, labels = self.logits(batch)[:, :-1], batch["labels"][:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.log(name, loss, sync_dist=True, batch_size=int((labels != -100).sum()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.evaluate("val_loss", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.evaluate("test_loss", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.logits(batch)
+        return {"logits": logits, "ids": batch["input_ids"], "rows": len(logits), "size": torch.tensor(float(len(logits)))}
+
+
+def strategy_of(ranks: int, **options: Any) -> Any:
+    return MegascaleStrategy(**{**CP2, "label_alignment": "shift", **options}) if ranks else "auto"
+
+
+def evaluate_all(ranks: int) -> dict[str, Any]:
+    """Lengths that divide and that do not, with and without labels, in one prediction: as people mix them."""
+    found: dict[str, Any] = {}
+    batches = [batch for length in (12, 7, 9) for batch in rows(length, count=1)]
+    unlabelled = [{"input_ids": batch["input_ids"]} for batch in batches]
+    documents = [{"input_ids": batch["input_ids"], "document_ids": batch["document_ids"]} for batch in packed()[:1]]
+    if not ranks:
+        documents = [with_mask(batch, "mask") for batch in packed()[:1]]
+    module = Evaluated(Toy).double()
+    trainer = L.Trainer(devices=ranks or 1, strategy=strategy_of(ranks), **QUIET)
+    for name, data in (("plain", unlabelled), ("labelled", batches), ("documents", documents)):
+        found[name] = trainer.predict(module, DataLoader(data, batch_size=None))
+    trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)
+    found["val"] = float(trainer.callback_metrics["val_loss"])
+    trainer.test(module, DataLoader(batches, batch_size=None), verbose=False)
+    found["test"] = float(trainer.callback_metrics["test_loss"])
+    found["callbacks"] = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return found
+
+
+def test_evaluation_and_predictions() -> None:
+    """Predictions are whole and in the order of the rows on every rank, whatever the length."""
+    alone, results = run_alone(evaluate_all, 0), run_ranks(evaluate_all, 2, 2)
+    for result in results:
+        for kind in ("plain", "labelled", "documents"):
+            assert len(result[kind]) == len(alone[kind])
+            for mine, reference in zip(result[kind], alone[kind]):
+                assert torch.equal(mine["ids"], reference["ids"]) and mine["rows"] == 4 and float(mine["size"]) == 4
+                real = packed()[0]["document_ids"] >= 0 if kind == "documents" else torch.ones_like(mine["ids"], dtype=torch.bool)
+                assert mine["logits"].shape == reference["logits"].shape
+                assert torch.allclose(mine["logits"][real], reference["logits"][real], atol=1e-10, rtol=0), kind
+        for key in ("val", "test"):
+            assert result[key] == pytest.approx(alone[key], abs=1e-10)
+        assert result["callbacks"].count("RingContextSharding") == 1
+        assert all(prediction["logits"].shape[1] == length for prediction, length in zip(result["plain"], (12, 7, 9)))
+
+
+class Rewritten(RingContextSharding):
+    """A callback of one's own is used in the place of ours."""
+
+    def shard(self, batch: Any, cut: Any) -> Any:
+        return super().shard({**batch, "extra": batch["input_ids"] * 2}, cut)
+
+
+def own_callback() -> list[Any]:
+    class Checks(Evaluated):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            assert torch.equal(batch["extra"], batch["input_ids"] * 2)
+            return batch["extra"]
+
+    trainer = L.Trainer(devices=2, strategy=strategy_of(2), callbacks=[Rewritten()], **QUIET)
+    result = trainer.predict(Checks(Toy).double(), DataLoader(rows(7, count=1), batch_size=None))
+    return [result[0], [type(callback).__name__ for callback in trainer.callbacks]]  # type: ignore[index, attr-defined]
+
+
+def test_a_subclass_of_the_callback() -> None:
+    for tensor, names in run_ranks(own_callback, 2):
+        assert torch.equal(tensor, rows(7, count=1)[0]["input_ids"] * 2)
+        assert "Rewritten" in names and "RingContextSharding" not in names
+
+
+# ---- callbacks and checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def stop_early(ranks: int) -> dict[str, Any]:
+    """A learning rate that is too large: the validation's loss rises soon."""
+
+    class Wild(Evaluated):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.7)
+
+    stopping = EarlyStopping("val_loss", patience=2, min_delta=0.0)
+    module = Wild(Toy).double()
+    trainer = L.Trainer(
+        devices=ranks or 1, strategy=strategy_of(ranks), max_epochs=30, callbacks=[stopping], num_sanity_val_steps=2, **QUIET
+    )
+    trainer.fit(module, DataLoader(rows(9), batch_size=None), DataLoader(rows(7, seed=8), batch_size=None))
+    return {"epoch": stopping.stopped_epoch, "best": float(stopping.best_score), "step": trainer.global_step}
+
+
+def test_early_stopping_on_the_loss_of_whole_rows() -> None:
+    alone, results = run_alone(stop_early, 0), run_ranks(stop_early, 2, 2)
+    assert 0 < alone["epoch"] < 29, "it never stopped, so this proves nothing"
+    for result in results:
+        assert (result["epoch"], result["step"]) == (alone["epoch"], alone["step"])
+        assert result["best"] == pytest.approx(alone["best"], abs=1e-9)
+
+
+@pytest.fixture
+def contextual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cp2 among the plans of the resuming tests; it counts to every rank whole."""
+    monkeypatch.setitem(resume.CASES, "cp2", parity.default_case(axes="cp2", init="meta"))
+
+
+@pytest.mark.usefixtures("contextual")
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("cp2", "one"),
+        ("tp", "cp2"),
+        *(
+            pytest.param(a, b, marks=pytest.mark.slow)
+            for a, b in (("cp2", "dp"), ("cp2", "tp"), ("cp2", "cp2"), ("one", "cp2"), ("dp", "cp2"))
+        ),
+    ],
+)
+def test_saved_under_one_plan_and_resumed_under_another(source: str, target: str, tmp_path: Path) -> None:
+    """The next losses are those of a run that was never interrupted."""
+    reference = run_ranks(resume.run, 1, "one", 2, None, None)[0]
+    path = {source: resume.save_under(source, tmp_path)}
+    for result in run_ranks(resume.resume_all, resume.ranks_of(target), target, path):
+        resume.assert_continues(result, reference, target)
+
+
+def seeds_and_lengths(ranks: int) -> list[float]:
+    """Rows of other lengths in every step: layouts are made anew."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    module = Module(Toy).double()
+    losses: list[float] = []
+
+    class Note(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+            losses.append(float(trainer.strategy.step_loss if ranks else outputs["loss"]))  # type: ignore[attr-defined]
+
+    data = [batch for length in (12, 5, 16, 7, 2) for batch in rows(max(length, 6), count=1, seed=length)]
+    L.Trainer(devices=ranks or 1, strategy=strategy_of(ranks), max_epochs=2, callbacks=[Note()], **QUIET).fit(
+        module, DataLoader(data, batch_size=None)
+    )
+    return losses
+
+
+def test_rows_of_other_lengths_in_every_step() -> None:
+    alone = run_alone(seeds_and_lengths, 0)
+    assert len(alone) == 10
+    for losses in run_ranks(seeds_and_lengths, 2, 2):
+        assert losses == pytest.approx(alone, abs=1e-10)
