@@ -142,8 +142,6 @@ def _block(config: DecoderConfig) -> DecoderBlock:
         qk_norm=config.norm if config.qk_norm else None,
         norm_eps=config.norm_eps,
     )
-    mlp = FeedForward(
-        config.hidden_size, config.intermediate_size, kind=config.mlp, bias=config.bias, chunk_tokens=config.mlp_chunk_tokens
-    )
+    mlp = FeedForward(config.hidden_size, config.intermediate_size, kind=config.mlp, bias=config.bias, chunk_tokens=config.mlp_chunk_tokens)
     attention_norm, mlp_norm = (make_norm(config.norm, config.hidden_size, config.norm_eps, config.bias) for _ in range(2))
     return DecoderBlock(attention, mlp, attention_norm, mlp_norm, config.dropout)

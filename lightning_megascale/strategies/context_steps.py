@@ -21,12 +21,12 @@ from lightning_megascale.mesh import MeshViews
 from lightning_megascale.parallel.context import Context, prepare_call
 from lightning_megascale.parallel.context_batch import SequenceCut, names_of
 from lightning_megascale.parallel.context_probe import Probe, probe_layout
-from lightning_megascale.parallel.loss_scale import IGNORE_INDEX
+from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, weigh
 from lightning_megascale.parallel.microbatches import map_batch
-from lightning_megascale.parallel.rng import kept_generators
+from lightning_megascale.parallel.rng import derive_seed, kept_generators
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.strategies.guards import check_same_batch
-from lightning_megascale.strategies.pipeline_logs import LogRecorder, MetricStates
+from lightning_megascale.strategies.pipeline_logs import Entry, LogRecorder, MetricStates
 from lightning_megascale.strategies.pipeline_state import ModuleState
 from lightning_megascale.strategies.pipeline_steps import PipelineSteps
 from lightning_megascale.strategies.steps import read_output
@@ -34,6 +34,7 @@ from lightning_megascale.strategies.steps import read_output
 log = logging.getLogger(__name__)
 
 Step = Callable[..., Any]
+_LOGGED = 63  # values of a step that one message holds
 
 
 def open_context(strategy: Any, trainer: pl.Trainer, module: pl.LightningModule, model: nn.Module, context: Context) -> ContextSteps:
@@ -127,6 +128,34 @@ class ContextSteps:
         """A prediction of the whole rows."""
         assert self.context.whole is not None
         return self._callback.restore(result, self.context.whole, self._group)
+
+    @contextmanager
+    def shared_logs(self, batch: Any) -> Iterator[None]:
+        """Around a step: what it logs as a mean becomes the mean over the whole rows, as one device logs it, also where a part of a row
+        counts nothing. One message; ranks that log other things keep their own values."""
+        with LogRecorder(self._module) as logs:
+            yield
+        shared = [entry for entry in logs.entries if isinstance(entry.value, Tensor) and _is_mean(entry)][:_LOGGED]
+        counted = weigh(batch, "auto", self._plan.label_alignment, self._device)
+        count = torch.ones((), dtype=torch.float64, device=self._device) if counted is None else counted.used.double()
+        table = torch.zeros(_LOGGED + 1, 2, dtype=torch.float64, device=self._device)
+        table[0, 0] = float(derive_seed(*(entry.name for entry in shared)) % 2**52)
+        for place, entry in enumerate(shared, 1):
+            size = entry.options.get("batch_size")
+            table[place, 0] = count if size is None else size
+            table[place, 1] = entry.value.to(self._device, torch.float64)
+        tables = [torch.empty_like(table) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(tables, table, group=self._group)
+        every = torch.stack(tables)  # (W, entries, 2)
+        alike = (every[:, 0, 0] == table[0, 0]).all()
+        counts, values = every[:, 1:, 0], every[:, 1:, 1]
+        total = counts.sum(0)
+        mean = torch.where(counts > 0, counts * values, 0.0).sum(0) / total
+        mean = torch.where((values == values[0]).all(0) | (total == 0), table[1:, 1], mean)
+        for place, entry in enumerate(shared):
+            entry.value = torch.where(alike, mean[place].to(entry.value.device, entry.value.dtype), entry.value)
+        for entry in logs.entries:
+            entry.log(self._module)
 
     # ---- proof -------------------------------------------------------------------------------------------------------------------
 
@@ -273,6 +302,11 @@ class SeamWatch(TorchFunctionMode):
     def targets(self) -> Tensor | None:
         """Those that count, in order; None when there were none at all."""
         return torch.cat([_counted(target) for target in self._seen]) if self._seen else None
+
+
+def _is_mean(entry: Entry) -> bool:
+    reduce = entry.options.get("reduce_fx", "mean")
+    return getattr(reduce, "__name__", reduce) == "mean" and entry.value.is_floating_point()
 
 
 def _counted(labels: Tensor) -> Tensor:

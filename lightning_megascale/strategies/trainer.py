@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -320,16 +320,23 @@ class MegascaleStrategy(Saving):
         guards.check_rows(batch, self.plan)
         self._check_peers("train", batch)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
-        if self._sequences is not None:
-            self._sequences.prove(module.training_step, args[1:], self._pipeline)
+        if self._sequences is None:
+            return self._numbered_step(number, batch, args, kwargs)
+        self._sequences.prove(module.training_step, args[1:], self._pipeline)
+        with self._sequences.shared_logs(batch), self._sequences.watched(batch):
+            output = self._numbered_step(number, batch, args, kwargs)
+        seed_step(self._seed, "after", number, self.data_parallel_rank)  # what a loader draws next is drawn alike by all parts of its rows
+        return output
+
+    def _numbered_step(self, number: int, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.lightning_module
+        assert module is not None
         if self._pipeline is not None:
             return self._pipelined_step(self._pipeline, number, batch, args[1:])
         seed_microbatch(self._seed, number, self.mesh_views.token_rank)
         self.numbers.before_forward(batch)
-        with guards.explained(guards.IN_STEP), nullcontext() if self._sequences is None else self._sequences.watched(batch):
+        with guards.explained(guards.IN_STEP):
             output = super().training_step(*args, **kwargs)
-        if self._sequences is not None:  # what the loader draws next is drawn alike by all who hold parts of its rows
-            seed_step(self._seed, "after", number, self.data_parallel_rank)
         return self.numbers.after_forward(module, output)
 
     def _pipelined_step(self, pipeline: PipelineSteps, number: int, batch: Any, rest: tuple[Any, ...]) -> Any:
@@ -365,8 +372,13 @@ class MegascaleStrategy(Saving):
     def _evaluate(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = args[0] if args else next(iter(kwargs.values()))
         self._check_peers(name, batch)
-        if self._sequences is not None:
-            self._sequences.prove(None, (), self._pipeline)
+        if self._sequences is None:
+            return self._evaluated(name, step, batch, args, kwargs)
+        self._sequences.prove(None, (), self._pipeline)
+        with self._sequences.shared_logs(batch):
+            return self._evaluated(name, step, batch, args, kwargs)
+
+    def _evaluated(self, name: str, step: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pipeline is None:
             return step(*args, **kwargs)
         contexts = {"validation_step": "val_step_context", "test_step": "test_step_context", "predict_step": "predict_step_context"}
