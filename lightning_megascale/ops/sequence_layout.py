@@ -11,7 +11,7 @@ chunks, i and 2 x CP - 1 - i). Positions count from 0 inside each document.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -180,6 +180,47 @@ def _in_reach(query: Run, key: Run, window: int | None) -> Block | None:
         False,
         query.position - first_key,
     )
+
+
+def fused(blocks: Sequence[Block]) -> list[Block]:
+    """The same (query, key) pairs in fewer, larger blocks, causal ones first; not for windows, since positions inside a block are lost.
+
+    Args:
+        blocks: between two ranks, without a window.
+    """
+    full = [block for block in blocks if not block.is_causal]
+    full = _side_by_side(full, lambda b: (b.query_start, b.query_length), lambda b: (b.key_start, b.key_length), by_query=False)
+    squares: list[Block] = []
+    for block in sorted((block for block in blocks if block.is_causal), key=lambda block: block.query_start):
+        last = squares[-1] if squares else None
+        if last is not None and last.query_start + last.query_length == block.query_start:
+            below = Block(block.query_start, block.query_length, last.query_start, last.query_length, False, 0)
+            if below in full:  # the later square's queries see the earlier one: together a larger square
+                full.remove(below)
+                length = last.query_length + block.query_length
+                squares[-1] = Block(last.query_start, length, last.query_start, length, True, 0)
+                continue
+        squares.append(block)
+    return squares + _side_by_side(full, lambda b: (b.key_start, b.key_length), lambda b: (b.query_start, b.query_length), by_query=True)
+
+
+def _side_by_side(
+    blocks: Sequence[Block], same: Callable[[Block], tuple[int, int]], slices: Callable[[Block], tuple[int, int]], by_query: bool
+) -> list[Block]:
+    """Full blocks that have one side in common and on the other lie next to each other, as one."""
+    joined: list[Block] = []
+    for block in sorted(blocks, key=lambda block: (same(block), slices(block))):
+        last = joined[-1] if joined else None
+        if last is not None and same(last) == same(block) and sum(slices(last)) == slices(block)[0]:
+            (start, length), more = slices(last), slices(block)[1]
+            joined.pop()
+            block = (
+                Block(start, length + more, block.key_start, block.key_length, False, 0)
+                if by_query
+                else Block(block.query_start, block.query_length, start, length + more, False, 0)
+            )
+        joined.append(Block(block.query_start, block.query_length, block.key_start, block.key_length, False, 0))
+    return joined
 
 
 # ---- balance ------------------------------------------------------------------------------------------------------------------------

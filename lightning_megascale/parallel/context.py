@@ -72,6 +72,8 @@ class Context:
     """Attention modules that have to come through; of a transformers model, whose names say little, the blocks that hold them."""
     reached: set[str] = field(default_factory=set)
     told: Callable[[str], None] | None = None
+    doubts: list[str] | None = None
+    """Where it is a list, what only this rank may see is noted there, for all ranks to raise, and not raised."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
         return self
@@ -85,17 +87,39 @@ class Context:
         """A batch whose steps follow."""
         self.whole = self.shard = shard
 
+    def end(self) -> None:
+        """The step and its backward are over: attention that runs now belongs to no batch."""
+        self.whole = self.shard = None
+
     def select(self, start: int, rows: int) -> None:
         """The microbatch whose forward or backward follows."""
         assert self.whole is not None
         self.shard = self.whole if rows == self.whole.rows else self.whole.part(start, rows)
 
     @property
-    def positions(self) -> Tensor | None:
-        """(B, S) of the rows that are computed."""
+    def laid(self) -> Tensor | None:
+        """(B, S) positions of the rows that are computed; None outside of steps."""
         if self.probe is not None:
             return self.probe.positions
         return None if self.shard is None else self.shard.position_ids
+
+    @property
+    def gives_positions(self) -> bool:
+        """Whether a model that is not given positions gets them."""
+        return self.probe is None or self.probe.gives_positions
+
+    def object_to(self, message: str) -> None:
+        """Raises what is wrong, or notes it where all ranks raise together."""
+        if self.doubts is None:
+            raise ValueError(message)
+        self.doubts.append(message)
+
+    @property
+    def spare(self) -> int:
+        """Places at the end of those rows that hold no token: a step may cut them off."""
+        if self.probe is not None:
+            return self.probe.spare
+        return 0 if self.shard is None else self.shard.spare
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, window: int | None, scale: float | None, name: str) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks; V, the values' head dim, may differ from H.
@@ -111,6 +135,10 @@ class Context:
         Raises:
             ValueError: for lengths that are not those of the batch.
         """
+        if window is not None and not is_causal:
+            raise ValueError(
+                f"{name}: a window of {window} tokens on both sides is not computed under context parallelism, only a causal one"
+            )
         self.reached.add(name)
         if self.probe is not None:
             return self.probe.attend(q, k, v, is_causal, window, scale, name)
@@ -120,12 +148,13 @@ class Context:
         shard = self.shard
         if shard is None:
             raise ValueError(f"{name}: attention runs outside of a step, so nothing tells which tokens the other ranks hold")
-        expected = (shard.rows, shard.local_length)
         for what, tensor in (("queries", q), ("keys", k), ("values", v)):
-            if (tensor.shape[0], tensor.shape[2]) != expected:
+            rows, tokens = tensor.shape[0], tensor.shape[2]
+            if rows != shard.rows or tokens != q.shape[2] or not 0 <= shard.local_length - tokens <= shard.spare:
                 raise ValueError(
-                    f"{name}: {what} are (rows, tokens) = {(tensor.shape[0], tensor.shape[2])} and this rank's part of the batch is "
-                    f"{expected}: a cache, cross-attention, or a sequence made inside of the model cannot be context parallel"
+                    f"{name}: {what} are (rows, tokens) = {(rows, tokens)} and this rank's part of the batch is "
+                    f"{(shard.rows, shard.local_length)}: a cache, cross-attention, or a sequence made inside of the model cannot be "
+                    "context parallel"
                 )
         if q.device.type == "meta":
             return torch.empty_like(q)
@@ -247,7 +276,8 @@ def check_context(model: nn.Module, layout: ModelLayout | None, plan: ParallelPl
     if hasattr(model, "training_step"):
         wrong.append(
             f"context_parallel_size={plan.context_parallel_size}: the layers of {type(model).__name__} are its own attributes, so no call "
-            "of a model can be given this rank's positions: put them into one child module with a forward of its own"
+            "of a model can be given this rank's positions: put them into one child module with a forward of its own, and where it has "
+            "several children name one, as in MegascaleStrategy(module='model')"
         )
     elif not attention_names(model, layout):
         wrong.append(
@@ -299,33 +329,37 @@ def prepare_call(
     Raises:
         ValueError: for positions that are not those of this rank's tokens.
     """
-    positions = context.positions
-    if positions is None:
+    laid = context.laid
+    if laid is None:
         return args, kwargs
     signature = inspect.signature(forward or model.forward)
     try:
-        bound = signature.bind(*args, **kwargs)
+        given = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError:
         return args, kwargs  # the call itself says what is wrong
-    given = dict(bound.arguments)
+    names = list(signature.parameters)
     more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
-    takes = set(signature.parameters) | ({"position_ids"} if more and is_published(model) else set())
-    extra = given.get(more, {}) if more else {}
-    own = given.get("position_ids", extra.get("position_ids"))
-    if own is None and "position_ids" in takes:
-        kwargs = {**kwargs, "position_ids": positions}
-        if "position_ids" in given:  # given as None by place
-            args = tuple(positions if name == "position_ids" else value for name, value in zip(signature.parameters, args))
-            kwargs.pop("position_ids") if len(args) > list(signature.parameters).index("position_ids") else None
-    elif own is not None and own is not positions and context.probe is None:
-        _check_positions(own, positions)
-    mask = given.get("attention_mask", extra.get("attention_mask"))
-    if isinstance(mask, Tensor) and tuple(mask.shape) == tuple(positions.shape):
-        kwargs = {**kwargs, "attention_mask": None}
-        names = list(signature.parameters)
-        if "attention_mask" in names and names.index("attention_mask") < len(args):
-            args = tuple(None if name == "attention_mask" else value for name, value in zip(names, args))
-            kwargs.pop("attention_mask")
+    takes = {*names, *(["position_ids"] if more and is_published(model) else [])}
+    everything = {**given, **given.get(more, {})} if more else given
+    laid = _fitting(everything, laid, context)
+
+    def put(name: str, value: Tensor | None) -> None:
+        nonlocal args, kwargs
+        if name in names and names.index(name) < len(args):
+            args = tuple(value if place == names.index(name) else old for place, old in enumerate(args))
+        else:
+            kwargs = {**kwargs, name: value}
+
+    own = everything.get("position_ids")
+    if context.gives_positions and own is None and "position_ids" in takes:
+        put("position_ids", laid)
+    elif own is not None and own is not laid and context.probe is None and not _are_positions(own, laid):
+        context.object_to(OWN_POSITIONS)
+    mask = everything.get("attention_mask")
+    if isinstance(mask, Tensor) and tuple(mask.shape) == tuple(laid.shape):
+        put("attention_mask", None)
+    elif mask is None and context.probe is None and context.shard is not None and context.shard.left_padded:
+        context.object_to(LEFT_PADDED)
     if is_published(model):
         from lightning_megascale.parallel.context_huggingface import published_arguments
 
@@ -333,11 +367,34 @@ def prepare_call(
     return args, kwargs
 
 
-def _check_positions(given: Any, positions: Tensor) -> None:
-    if isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] == positions.shape[1]:
-        if torch.equal(given.to(positions).expand_as(positions), positions):
-            return
+def _fitting(given: dict[str, Any], positions: Tensor, context: Context) -> Tensor:
+    """The positions of the tokens that are in the call: a step that shifts may have cut the last place off.
+
+    Raises:
+        ValueError: for another number of tokens.
+    """
+    tokens = next((x for x in given.values() if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()), None)
+    if tokens is None or tuple(tokens.shape) == tuple(positions.shape):
+        return positions
+    if tokens.shape[0] == positions.shape[0] and 0 < positions.shape[1] - tokens.shape[1] <= context.spare:
+        return positions[:, : tokens.shape[1]]
     raise ValueError(
-        "training_step gives the model position_ids that are not those of this rank's tokens (counted from the length of what it got?): "
-        "leave them out, or pass batch['position_ids']"
+        f"the model is called with (rows, tokens) = {tuple(tokens.shape)} and this rank's part of the batch is {tuple(positions.shape)}: "
+        "under context parallelism a step passes the rows that it gets, whole (generation and rows made in the step cannot be cut)"
     )
+
+
+def _are_positions(given: Any, positions: Tensor) -> bool:
+    if not isinstance(given, Tensor) or given.ndim != 2 or given.shape[1] != positions.shape[1]:
+        return False
+    return torch.equal(given.to(positions).expand_as(positions), positions)
+
+
+LEFT_PADDED = (
+    "the batch's attention_mask leaves out tokens at the start of rows, and the step does not give it to the model, which on one device "
+    "would attend to them: under context parallelism padding is never attended to. Pass attention_mask to the model, or leave it out of the batch"
+)
+OWN_POSITIONS = (
+    "training_step gives the model position_ids that are not those of this rank's tokens (counted from the length of what it got?): "
+    "leave them out, or pass batch['position_ids']"
+)

@@ -10,6 +10,7 @@ place takes the loss. Every target then stands where that step looks for it, and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import lru_cache
@@ -27,6 +28,7 @@ from lightning_megascale.parallel.loss_scale import IGNORE_INDEX
 from lightning_megascale.parallel.microbatches import map_batch
 
 _STALE = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen", "max_length_q", "max_length_k")
+_PER_TOKEN = re.compile("token|mask|weight|label|target|position|score|prob|reward|advantage|value|loss|embed")  # names of floats (B, L)
 _SHIFTED = ("shift", "huggingface")
 _OVER_LABELS = ("labels", "mask", "weight")  # in a path: a step that shifts labels shifts these with them
 
@@ -43,6 +45,7 @@ class SequenceShard:
         spare: places at the end of each shard that hold no token.
         position_ids, document_ids: (B, S) of this rank's tokens; ``PADDING`` is the document of what is none.
         has_documents: rows hold several documents, or padding.
+        left_padded: padding stands before tokens.
     """
 
     tables: tuple[Tables, ...]
@@ -53,6 +56,7 @@ class SequenceShard:
     position_ids: Tensor
     document_ids: Tensor
     has_documents: bool = False
+    left_padded: bool = False
     patterns: dict[Any, Pattern] = field(default_factory=dict, compare=False)
 
     @property
@@ -84,27 +88,37 @@ class SequenceShard:
             self.position_ids[rows],
             self.document_ids[rows],
             self.has_documents,
+            self.left_padded,
         )
 
     def to(self, device: torch.device) -> SequenceShard:
         """The tensors that models read, on their device."""
         moved = (self.position_ids.to(device), self.document_ids.to(device))
-        return SequenceShard(self.tables, self.order, self.rank, self.length, self.spare, *moved, self.has_documents)
+        return SequenceShard(self.tables, self.order, self.rank, self.length, self.spare, *moved, self.has_documents, self.left_padded)
 
     def whole(self, result: Any, group: dist.ProcessGroup | None) -> Any:
         """A step's result with the layout undone: what is (B, S, ...) becomes (B, L, ...), in the order of the row, on every rank."""
 
-        def joined(tensor: Tensor) -> Tensor:
-            if tensor.ndim < 2 or tuple(tensor.shape[:2]) != (self.rows, self.local_length):
-                return tensor
-            own = tensor[:, : self.order.shape[2]].contiguous()
+        def everywhere(own: Tensor) -> list[Tensor]:
             parts = [own]
             if group is not None:
                 parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
                 dist.all_gather(parts, own, group=group)
-            places = self.order.flatten(1).argsort(1).to(own.device)  # (B, L')
-            every = torch.cat(parts, 1)
-            return every[torch.arange(self.rows, device=own.device)[:, None], places][:, : self.length]
+            return parts
+
+        def joined(tensor: Tensor) -> Tensor:
+            cut = tensor.ndim > 1 and tensor.shape[0] == self.rows and 0 <= self.local_length - tensor.shape[1] <= self.spare
+            if not cut:
+                if any(not torch.equal(part, tensor) for part in everywhere(tensor.contiguous())):
+                    raise ValueError(
+                        f"predict_step returned a tensor of shape {tuple(tensor.shape)}, which is no {(self.rows, self.local_length)} of "
+                        "this rank's rows and tokens and differs between ranks that hold parts of one row: return a value for each token, and "
+                        "make what you need of a row from the whole prediction"
+                    )
+                return tensor
+            places = self.order.flatten(1).argsort(1).to(tensor.device)  # (B, L')
+            every = torch.cat(everywhere(tensor[:, : self.order.shape[2]].contiguous()), 1)
+            return every[torch.arange(self.rows, device=tensor.device)[:, None], places][:, : self.length]
 
         return tree_map_only(Tensor, joined, result)
 
@@ -119,6 +133,7 @@ class SequenceCut:
         label_alignment: "aligned", "shift" or "huggingface", as the plan has it.
         multiple: S is a multiple of it: the tensor-parallel ranks that split the sequence again.
         training: labels count; without it (prediction) there may be none.
+        order: another order of the tokens of a single rank, for trials.
     """
 
     ranks: int
@@ -127,6 +142,7 @@ class SequenceCut:
     label_alignment: str | None = "aligned"
     multiple: int = 1
     training: bool = True
+    order: tuple[int, ...] | None = None
 
     def __call__(self, batch: Any) -> tuple[Any, SequenceShard]:
         """This rank's part of a batch.
@@ -152,6 +168,12 @@ class SequenceCut:
         local = padded // self.ranks
         shifts = self.label_alignment == "shift" and names.labels is not None
         spare = next(spare for spare in range(int(shifts), self.multiple + 1) if (local + spare) % self.multiple == 0)
+        named = isinstance(batch, Mapping) or is_dataclass(batch)
+        if (spare or padded != length) and not named and self.training:
+            raise ValueError(
+                f"rows of {length} tokens over context_parallel_size={self.ranks} need places that hold no token, which are left out of "
+                "the loss by labels of -100, and in a tuple nothing says which tensor the labels are: give a dict with 'input_ids' and 'labels'"
+            )
         if (spare or padded != length) and names.labels is None and self.training:
             raise ValueError(
                 f"rows of {length} tokens over context_parallel_size={self.ranks} need "
@@ -160,17 +182,20 @@ class SequenceCut:
             )
         positions = _positions(names, documents, rows, length)
         order, tables = _tables(documents, rows, length, padded, self.ranks, layout)
-        own = torch.from_numpy(order[:, self.rank])  # (B, S - spare)
+        if self.order is not None:
+            order = np.broadcast_to(np.array(self.order), order.shape)
+        own = torch.from_numpy(order[:, self.rank].copy())  # (B, S - spare)
         taker = _Taker(rows, length, padded, spare, own)
         shard = SequenceShard(
             tables,
-            torch.from_numpy(order),
+            torch.from_numpy(order.copy()),
             self.rank,
             length,
             spare,
             taker.take(positions, 0),
             taker.take(_document_ids(names, documents, rows, length), PADDING),
             has_documents,
+            documents is not None and bool((documents[:, 0] == PADDING).any()),
         )
         shifted = names.labels is not None and self.label_alignment in _SHIFTED
 
@@ -287,8 +312,18 @@ class _Taker:
                 f"{name} has shape {tuple(leaf.shape)}, which looks like an attention mask between all tokens: under context parallelism "
                 "no rank sees them all. Say which tokens belong together with document_ids (B, L), and which are none with a 2-D mask"
             )
+        if tuple(leaf.shape) == (self.rows, self.length - 1):
+            raise ValueError(
+                f"{name} has one entry less than the row has tokens ({self.length}), so it is unknown which tokens it belongs to: give it "
+                f"the shape ({self.rows}, {self.length}), with an entry for each token"
+            )
         if tuple(leaf.shape[:2]) != (self.rows, self.length):
             return leaf
+        if leaf.ndim == 2 and leaf.is_floating_point() and not _PER_TOKEN.search(name):
+            raise ValueError(
+                f"{name} has a number for each row and token, ({self.rows}, {self.length}), or that many features of each row: which, its "
+                "name does not say. If it is one for each token call it token_...; else give it the shape (B, 1, features)"
+            )
         labels = "labels" in name and not leaf.is_floating_point() and leaf.dtype != torch.bool
         fill = IGNORE_INDEX if labels else PADDING if "document_ids" in name else 0
         if alignment is None:

@@ -28,6 +28,10 @@ def check_published(model: nn.Module) -> list[str]:
         for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
             if getattr(config, name, 0.0):
                 wrong.append(f"{name}={getattr(config, name)}: dropout in attention has no counterpart; set config.{name} = 0")
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope"):
+            kind = rope.get("rope_type", rope.get("type"))
+            wrong.append(f"rotary positions of type {kind!r} follow the largest position in a forward, which differs between ranks")
         for name in ("vision_config", "audio_config"):
             if getattr(config, name, None) is not None:
                 wrong.append(f"its {name.partition('_')[0]} encoder attends to a sequence of its own, and one is cut")
@@ -107,7 +111,7 @@ def _is_set(value: Any) -> bool:
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **options: Any) -> None:
     """No mask is ever made: documents and windows come with the batch. One that is asked for is refused, or it would be dropped."""
-    if attention_mask is not None:
+    if attention_mask is not None and not (attention_mask.ndim == 2 and bool(attention_mask.all())):  # some models make one of ones
         raise ValueError("attention_mask reached the model under context parallelism: put it into the batch, which the callback reads")
     if use_vmap:
         raise ValueError("the model makes a mask of its own (a prefix, blocks of an image), which context parallelism cannot honour")

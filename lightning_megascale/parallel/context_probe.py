@@ -25,25 +25,30 @@ class Probe:
     """Attention of one probing forward.
 
     Args:
-        documents, positions: (1, n).
+        documents, positions: (B, n).
+        spare: places at the end that a step may cut off before it calls the model.
+        gives_positions: the model gets ``positions``; False: it is left to count them.
     """
 
     documents: Tensor
     positions: Tensor
+    spare: int = 0
+    gives_positions: bool = True
     seen: dict[str, list[Tensor]] = field(default_factory=dict)
     bidirectional: bool = False
     """Some attention looks ahead."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, window: int | None, scale: float | None, name: str) -> Tensor:
         """Attention by document and position, inside this rank; notes what came in. Arguments as ``Context.attend``."""
-        if any(x.shape[2] != self.positions.shape[1] for x in (q, k, v)):
+        tokens = q.shape[2]
+        if any(x.shape[2] != tokens for x in (k, v)) or not 0 <= self.positions.shape[1] - tokens <= self.spare:
             raise ValueError(
                 f"{name}: attention over {q.shape[2]} queries and {k.shape[2]} keys, for a row of {self.positions.shape[1]} tokens: "
                 "cross-attention, a cache, or a sequence made inside of the model cannot be context parallel"
             )
         self.bidirectional |= not is_causal
         self.seen.setdefault(name, []).extend(x.detach() for x in (q, k, v))
-        documents, positions = self.documents[0].to(q.device), self.positions[0].to(q.device)
+        documents, positions = (x[0, :tokens].to(q.device) for x in (self.documents, self.positions))
         visible = documents[:, None] == documents
         ahead = positions[:, None] - positions
         if is_causal:
@@ -56,14 +61,17 @@ class Probe:
         return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v).to(q.dtype)
 
 
-def probe_layout(call: Callable[[Tensor, Probe], Tensor | None], largest_id: int, tokens: int, device: torch.device) -> list[str]:
-    """Runs a model three times and says what is wrong with it; may differ between pipeline stages.
+def probe_layout(
+    call: Callable[[Tensor, Probe], Tensor | None], largest_id: int, tokens: int, device: torch.device, counts: bool = True
+) -> list[str]:
+    """Runs a model four times and says what is wrong with it; may differ between pipeline stages.
 
     Args:
         call: (ids (1, n), probe) -> logits (1, n, ...) or another output, None where this rank has none.
         largest_id: a token number that exists, as every smaller one does.
-        tokens: n, at least 8.
+        tokens: n, a multiple of 8.
         device: of the ids.
+        counts: the step leaves positions to the model, whose own must then be those that it will be given.
     """
     generator = torch.Generator().manual_seed(3)
     ids = torch.arange(tokens) % (largest_id + 1)
@@ -73,14 +81,15 @@ def probe_layout(call: Callable[[Tensor, Probe], Tensor | None], largest_id: int
     order = torch.randperm(tokens, generator=generator)
     other = torch.where(documents == 1, (ids + 1) % (largest_id + 1), ids)
 
-    def run(places: Tensor, values: Tensor) -> tuple[Tensor | None, Probe]:
-        probe = Probe(documents[places][None].to(device), positions[places][None].to(device))
+    def run(places: Tensor, values: Tensor, gives_positions: bool = True) -> tuple[Tensor | None, Probe]:
+        probe = Probe(documents[places][None].to(device), positions[places][None].to(device), gives_positions=gives_positions)
         return call(values[places][None].to(device), probe), probe
 
     straight = torch.arange(tokens)
     first, seen = run(straight, ids)
     shuffled, seen_shuffled = run(order, ids)
     changed, _ = run(straight, other)
+    alone, _ = run(straight[:cut], ids, gives_positions=not counts)
     wrong = []
     for name, tensors in seen.seen.items():
         others = seen_shuffled.seen.get(name, [])
@@ -91,7 +100,7 @@ def probe_layout(call: Callable[[Tensor, Probe], Tensor | None], largest_id: int
                 "(B, L) and use it in the place of torch.arange"
             )
             break
-    if first is None or shuffled is None or changed is None:
+    if first is None or shuffled is None or changed is None or alone is None:
         return wrong
     if first.ndim < 2 or first.shape[1] != tokens:
         return [f"the model's output has shape {tuple(first.shape)} for {tokens} tokens: under context parallelism it has one row for each"]
@@ -107,6 +116,12 @@ def probe_layout(call: Callable[[Tensor, Probe], Tensor | None], largest_id: int
             "tokens of one document change the model's output for another: something mixes tokens apart from the attention that context "
             "parallelism reaches (a mean over the row, a softmax by hand). Attend with F.scaled_dot_product_attention in a module named by "
             "layout.attention"
+        )
+    if not wrong and _differ(first[:, :cut], alone):
+        wrong.append(
+            "the model gives its first tokens other numbers when the row is longer, or when it is left to count position_ids itself: it "
+            "looks at the length of its input, or counts from elsewhere than 0. Take what follows from the length out of it, and put "
+            "position_ids (B, L) into the batch"
         )
     return wrong
 

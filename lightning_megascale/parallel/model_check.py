@@ -13,6 +13,7 @@ from lightning_megascale.parallel.pipeline import unowned_parameters
 from lightning_megascale.parallel.pipeline_split import check_places, check_split
 from lightning_megascale.parallel.published_calls import check_call
 from lightning_megascale.plan import ParallelPlan
+from lightning_megascale.support import ZERO_BUBBLE_SCHEDULES, schedule_name
 
 _HUGGING_FACE_SEQUENCES = (
     "sequence_parallel=True with a layout read from a transformers model: its forward makes positions and masks from the length of the "
@@ -59,6 +60,7 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
     wrong += _hooked_parameters(module)
     wrong += _units(model, layout)
     wrong += _published(model, plan) if is_published(model) else []
+    wrong += _chunked(model, plan, layout)
     if plan.activation_checkpointing == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
         wrong.append(
             "activation_checkpointing='selective' and the model's config.use_cache=True: the cache keeps what is recomputed; set "
@@ -80,6 +82,35 @@ def _units(model: nn.Module, layout: ModelLayout | None) -> list[str]:
     return wrong + [
         f"{name} is a unit inside {other}, which is one too: leave one of them out of layout.blocks and units" for name, other in nested[:1]
     ]
+
+
+def _chunked(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
+    """A message for every choice under which feed-forwards that run in chunks (``mlp_chunk_tokens``) would not do what they are for."""
+    sizes = {name: size for name, module in model.named_modules() if (size := getattr(module, "mlp_chunk_tokens", None)) is not None}
+    if not sizes:
+        return []
+    first, size = next(iter(sizes.items()))
+    chunked, wrong = f"{first} has mlp_chunk_tokens={size}", []
+    if plan.activation_checkpointing == "selective":
+        wrong.append(
+            f"{chunked} and activation_checkpointing='selective', which would keep the matmuls of every chunk and run them again all the "
+            "same: use activation_checkpointing='full' or None, or mlp_chunk_tokens=None"
+        )
+    schedule = schedule_name(plan.pipeline_schedule)
+    if plan.pipeline_parallel_size > 1 and schedule in ZERO_BUBBLE_SCHEDULES:
+        wrong.append(
+            f"{chunked} and pipeline_schedule={schedule!r}, whose backward of weights would run every chunk's forward again for each of "
+            "them: use 'Interleaved1F1B', or mlp_chunk_tokens=None"
+        )
+    names = [name for name, _ in model.named_modules()]
+    readable = layout is None or not layout.unmatched(names)
+    units = [unit for unit in (unit_names(model, layout) if readable else ()) if any(f"{unit}.".startswith(f"{name}.") for name in sizes)]
+    if units:
+        wrong.append(
+            f"{chunked}, and {units[0]} is a unit of its own, whose parameters would be gathered for every chunk, on ranks with rows of "
+            "other lengths another number of times: name the block that holds it in layout.blocks or units"
+        )
+    return wrong
 
 
 def _published(model: nn.Module, plan: ParallelPlan) -> list[str]:

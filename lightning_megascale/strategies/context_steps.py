@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,15 +14,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_megascale.callbacks.context_sharding import RingContextSharding
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.parallel.context import Context, prepare_call
-from lightning_megascale.parallel.context_batch import SequenceCut, names_of
+from lightning_megascale.parallel.context_batch import SequenceCut, SequenceShard, names_of
 from lightning_megascale.parallel.context_probe import Probe, probe_layout
-from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, weigh
+from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, rows_of, weigh
 from lightning_megascale.parallel.microbatches import map_batch
 from lightning_megascale.parallel.rng import derive_seed, kept_generators
 from lightning_megascale.plan import ParallelPlan
@@ -90,7 +93,9 @@ class ContextSteps:
         self._group = views.context.get_group()
         self._compared: set[str] = set()
         self._first: Any = None
+        self._shard: SequenceShard | None = None
         self._proved: set[str] = set()
+        self._modes: list[tuple[nn.Module, bool]] = []
         self._multiple = plan.tensor_parallel_size if plan.sequence_parallel else 1
 
     def shard(self, batch: Any, loop: str) -> Any:
@@ -121,13 +126,14 @@ class ContextSteps:
             if not shard.has_documents
             else sum(run.length for row in shard.tables for runs in row for run in runs)
         )
+        self._shard = shard
         self.context.begin(shard)
         return batch
 
     def restore(self, result: Any) -> Any:
         """A prediction of the whole rows."""
-        assert self.context.whole is not None
-        return self._callback.restore(result, self.context.whole, self._group)
+        assert self._shard is not None
+        return self._callback.restore(result, self._shard, self._group)
 
     @contextmanager
     def shared_logs(self, batch: Any) -> Iterator[None]:
@@ -138,11 +144,12 @@ class ContextSteps:
         shared = [entry for entry in logs.entries if isinstance(entry.value, Tensor) and _is_mean(entry)][:_LOGGED]
         counted = weigh(batch, "auto", self._plan.label_alignment, self._device)
         count = torch.ones((), dtype=torch.float64, device=self._device) if counted is None else counted.used.double()
+        rows = rows_of(batch)
         table = torch.zeros(_LOGGED + 1, 2, dtype=torch.float64, device=self._device)
         table[0, 0] = float(derive_seed(*(entry.name for entry in shared)) % 2**52)
         for place, entry in enumerate(shared, 1):
-            size = entry.options.get("batch_size")
-            table[place, 0] = count if size is None else size
+            size = entry.options.get("batch_size")  # rows, as Lightning means it, weigh no part of a row
+            table[place, 0] = count if size is None or size == rows else size
             table[place, 1] = entry.value.to(self._device, torch.float64)
         tables = [torch.empty_like(table) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(tables, table, group=self._group)
@@ -175,7 +182,9 @@ class ContextSteps:
             return
         with self._aside(), torch.no_grad():
             if "layout" not in self._proved:
-                self._raise_all(self._try_layout(whole, pipeline))
+                with _stirred(self._module):
+                    wrong = self._try_layout(whole, pipeline)
+                self._raise_all(wrong)
             if "loss" in wanted:
                 self._raise_all(self._try_loss(whole, step, rest, pipeline))  # type: ignore[arg-type]
         self._proved |= wanted
@@ -187,7 +196,7 @@ class ContextSteps:
         """What runs inside leaves nothing: no logs, no metrics, no random numbers, no attributes."""
         module, state, metrics = self._module, ModuleState(self._module, self._model), MetricStates(self._module)
         before, kept = state.snapshot(), metrics.snapshot()
-        modes = [(m, m.training) for m in module.modules()]
+        modes = self._modes = [(m, m.training) for m in module.modules()]
         module.eval()
         metrics.is_muted = True
         try:
@@ -207,12 +216,22 @@ class ContextSteps:
                 "the batch holds inputs_embeds and no input_ids, so whether the model follows its position_ids cannot be tried on tokens"
             ]
         largest = int(self._agree([float(names.tokens.max())])[0])
-        tokens = -(-8 // self._multiple) * self._multiple
+        assert self.context.whole is not None
+        unit = 8 * self._multiple
+        tokens = unit * max(1, min(256, self.context.whole.length) // unit)  # as long as a row: lengths may be looked at
+
+        needed: dict[str, Any] = {}
+        for name in [] if pipeline is not None else _required(self._model):
+            if name not in ("attention_mask", "position_ids"):
+                return [
+                    f"its forward needs {name} besides tokens, so whether it may be cut cannot be tried on tokens: give {name} a default"
+                ]
+            needed[name] = None  # filled in, or read from the batch
 
         def call(ids: Tensor, probe: Probe) -> Tensor | None:
             self.context.probe = probe
             if pipeline is None:
-                return _first_tensor(self._model(ids), tokens)
+                return _first_tensor(self._model(ids, **needed), tokens)
             return pipeline.evaluate(
                 "probe", lambda part, *_: _first_tensor(self._model(part["input_ids"]), tokens), {"input_ids": ids}, ()
             )
@@ -220,8 +239,10 @@ class ContextSteps:
         if pipeline is not None:  # learns what crosses its boundaries, by forwards that must not be taken for the probe's
             nothing = torch.zeros(1, tokens, dtype=torch.int64, device=self._device)
             call(nothing, Probe(nothing, nothing))
+        self._train_where_nothing_is_drawn(lambda: call(torch.zeros(1, tokens, dtype=torch.int64, device=self._device), _single(tokens)))
         self.context.reached.clear()
-        wrong, missing = probe_layout(call, largest, tokens, self._device), self.context.missing
+        counts = names.given.get("position_ids") is None
+        wrong, missing = probe_layout(call, largest, tokens, self._device, counts), self.context.missing
         if missing and not wrong:
             wrong.append(
                 f"{', '.join(missing[:4])}: what attends there does not come through F.scaled_dot_product_attention, so it would see this "
@@ -229,29 +250,48 @@ class ContextSteps:
             )
         return wrong
 
+    def _train_where_nothing_is_drawn(self, call: Callable[[], Any]) -> None:
+        """What trains is tried, unless it draws random numbers, which would be others for each order of tokens."""
+        before = torch.get_rng_state()
+        for child, training in self._modes:
+            child.training = training and not isinstance(child, nn.modules.dropout._DropoutNd)
+        call()
+        if self._agree([float(not torch.equal(before, torch.get_rng_state()))])[0]:
+            self._module.eval()
+
     def _try_loss(self, whole: Any, step: Step, rest: tuple[Any, ...], pipeline: PipelineSteps | None) -> list[str]:
         names = names_of(whole)
         if names.labels is None:
             return [NO_LABELS]
-        trial = _Trial(whole, 8, 1 if pipeline is not None else 2, self._plan.label_alignment == "aligned")
+        aligned, multiple = self._plan.label_alignment == "aligned", self._multiple
+        if names.tokens.shape[1] < 4:
+            return [f"rows of {names.tokens.shape[1]} tokens are too short to try where the step scores its targets: give at least 4"]
+        trial = _Trial(whole, -(-8 // multiple) * multiple, 1 if pipeline is not None else 2, aligned)
 
-        def loss(targets: Sequence[_Target], changed: slice | None = None) -> tuple[float, float]:
-            """(sum of what is counted, how much that is)."""
-            cut = SequenceCut(1, 0, "contiguous", self._plan.label_alignment, self._multiple)
-            batch, shard = cut(trial.batch(targets, changed))
-            self.context.probe = Probe(shard.document_ids, shard.position_ids)
+        def loss(targets: Sequence[_Target], changed: slice | None = None, order: str = "cut") -> tuple[float, float]:
+            """(sum of what is counted, how much that is). "whole": the batch as one device gets it; "shuffled": cut, in another order."""
+            batch = trial.batch(targets, changed)
+            if order == "whole":
+                zeros = torch.zeros(trial.rows, trial.tokens, dtype=torch.int64, device=self._device)
+                counted_from_0 = torch.arange(trial.tokens, device=self._device).expand_as(zeros)
+                self.context.probe = Probe(zeros, counted_from_0, int(not aligned), gives_positions=False)
+            else:
+                places = tuple(_shuffled(trial.tokens) if order == "shuffled" else range(trial.tokens))
+                batch, shard = SequenceCut(1, 0, "contiguous", self._plan.label_alignment, multiple, order=places)(batch)
+                self.context.probe = Probe(shard.document_ids, shard.position_ids, shard.spare)
             output = step(batch, *rest) if pipeline is None else pipeline.evaluate("training_step", step, batch, rest)
             _, found, weights = read_output(output)
             counted = float(len(targets)) if weights is None else float(weights.used)
-            if found is not None and found.dtype.itemsize < 4:
-                trial.rounding = 2e-2
+            if found is not None:
+                trial.rounding = {2: 2e-2, 4: 1e-5}.get(found.dtype.itemsize, 1e-9)
             return (float("nan") if found is None else float(found) * counted), counted
 
         wrong = _judge(loss, trial, lambda: self.context.probe is not None and self.context.probe.bidirectional)
         if wrong == "blind":
             log.info("the loss is the same for all labels (a head that starts at zero?), so only label_alignment says where targets stand")
             return []
-        return [] if wrong is None else [(LOSS[self._plan.label_alignment or ""] if wrong == "place" else NOT_ADDITIVE)]
+        said = {None: [], "place": [LOSS[self._plan.label_alignment or ""]], "sum": [NOT_ADDITIVE], "whole": [OTHERWISE]}
+        return said[wrong]
 
     def _raise_all(self, wrong: list[str]) -> None:
         if not self._agree([float(bool(wrong))])[0]:
@@ -268,13 +308,18 @@ class ContextSteps:
     @contextmanager
     def watched(self, batch: Any) -> Iterator[None]:
         """Around the first training step: the targets that reach torch's cross-entropy must be those of this rank's tokens, at the borders
-        of its runs too."""
+        of its runs too, and so must the positions that the model is given, where some ranks alone see that they are not."""
         if "seams" in self._proved or self._plan.compile or self._plan.pipeline_parallel_size > 1:
             yield
             return
         self._proved.add("seams")
-        with SeamWatch() as watch:
-            yield
+        self.context.doubts = []
+        try:
+            with SeamWatch() as watch:
+                yield
+        finally:
+            doubts, self.context.doubts = self.context.doubts, None
+        self._raise_all([*doubts, *([OUTSIDE] if watch.outside else [])])
         names = names_of(batch)
         expected = names.given.get("shift_labels", names.labels)
         seen = watch.targets()
@@ -290,9 +335,12 @@ class SeamWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: list[Tensor] = []
+        self.outside = False
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            self.outside = True  # ours never gets here
         if function in (F.cross_entropy, F.nll_loss):
             target = kwargs.get("target", args[1] if len(args) > 1 else None)
             if isinstance(target, Tensor) and not target.is_floating_point():
@@ -332,7 +380,7 @@ class _Trial:
         self.rows, self.tokens = min(rows, self._of), min(tokens, self._length)
         self.last = self.tokens - (1 if aligned else 2)
         self._later = 0 if aligned else 1
-        self._ids, self._labels, self._whole = names.tokens, names.labels, whole
+        self._ids_at, self._labels_at, self._whole = names.tokens_at, names.labels_at, whole
         self.rounding = 1e-4
         """Relative difference of losses that counts as none."""
 
@@ -342,22 +390,25 @@ class _Trial:
         def cut(name: str, leaf: Any) -> Any:
             if isinstance(leaf, (list, tuple)):
                 return leaf[: self.rows] if len(leaf) == self._of else leaf
+            if leaf.ndim == 2 and tuple(leaf.shape) == (1, self._length) and name.endswith(("['position_ids']", ".position_ids")):
+                return leaf[:, : self.tokens].expand(self.rows, -1)
             if leaf.ndim == 0 or leaf.shape[0] != self._of:
                 return leaf
-            part = leaf[: self.rows, : self.tokens] if leaf.ndim > 1 and leaf.shape[1] == self._length else leaf[: self.rows]
+            is_of_tokens = leaf.ndim > 1 and leaf.shape[1] == self._length
+            part = leaf[: self.rows, : self.tokens] if is_of_tokens else leaf[: self.rows]
             key = name.replace("['", ".").removesuffix("']").rpartition(".")[2]
-            if leaf is self._labels:
+            if name == self._labels_at:
                 part = torch.full_like(part, IGNORE_INDEX)
                 for row, place, label in targets:
                     part[row, place + self._later] = label
-            elif leaf is self._ids and changed is not None:
+            elif name == self._ids_at and changed is not None:
                 part = part.clone()
                 part[:, changed] = part[:, changed] + 1 if leaf.is_floating_point() else torch.where(part[:, changed] == 0, 1, 0)
             elif key == "document_ids":
                 part = torch.zeros_like(part)
-            elif key == "attention_mask":
+            elif key == "attention_mask" or (is_of_tokens and ("mask" in key or "weight" in key)):
                 part = torch.ones_like(part)
-            elif key == "position_ids":
+            elif key == "position_ids" and leaf.shape[0] == self._of:
                 part = torch.arange(self.tokens, device=part.device, dtype=part.dtype).expand(self.rows, -1)
             return part
 
@@ -365,8 +416,9 @@ class _Trial:
 
 
 def _judge(loss: Callable[..., tuple[float, float]], trial: _Trial, looks_ahead: Callable[[], bool]) -> str | None:
-    """What is wrong with a loss: "place" (it does not come from the target's token), "sum" (it is no sum over targets), "blind" (it is the
-    same for all labels, so nothing can be said), or None.
+    """What is wrong with a loss: "place" (it does not come from the target's token), "sum" (it is no sum over targets), "whole" (it is
+    another one when the tokens lie otherwise, or than one device computes), "blind" (it is the same for all labels, so nothing can be
+    said), or None.
 
     Args:
         loss: (targets, changed tokens) -> (sum, count).
@@ -392,7 +444,48 @@ def _judge(loss: Callable[..., tuple[float, float]], trial: _Trial, looks_ahead:
     if not looks_ahead() and not close(single[0][0], later[0]):
         return "place"
     sums, counts = sum(value for value, _ in single), sum(count for _, count in single)
-    return None if close(together[0], sums) and together[1] == counts else "sum"
+    if not close(together[0], sums) or not close(together[1], counts):
+        return "sum"
+    first = 0 if trial.last == trial.tokens - 1 else -1  # -1: the label that no logits are scored against
+    every = [(row, place, place % 2) for row in range(trial.rows) for place in range(first, trial.last + 1)]
+    whole, shuffled = loss(every, None, "whole"), loss(every, None, "shuffled")
+    return None if close(whole[0], shuffled[0]) and close(whole[1], shuffled[1]) else "whole"
+
+
+def _single(tokens: int) -> Probe:
+    """A row of one document."""
+    return Probe(torch.zeros(1, tokens, dtype=torch.int64), torch.arange(tokens)[None])
+
+
+def _shuffled(tokens: int) -> list[int]:
+    return torch.randperm(tokens, generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@contextmanager
+def _stirred(module: nn.Module) -> Iterator[None]:
+    """Parameters that are all 0 (tables, gates and projections that start so, and hide what they lead to) hold other numbers inside."""
+    still = []
+    for parameter in module.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.numel() and local.is_floating_point() and not bool(local.count_nonzero()):
+            still.append(local.detach())
+    try:
+        for local in still:
+            places = torch.arange(local.numel(), device=local.device, dtype=torch.float32)
+            local.copy_((0.1 * (places * 0.7 + 1).sin()).reshape(local.shape))
+        yield
+    finally:
+        for local in still:
+            local.zero_()
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # no gathered copy of those numbers stays
+
+
+def _required(model: nn.Module) -> list[str]:
+    """Arguments of a forward that have to be given, after the first."""
+    takes = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in takes if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
 
 
 def _first_tensor(output: Any, tokens: int) -> Tensor | None:
@@ -412,10 +505,20 @@ NOT_ADDITIVE = (
     "for each row, a preference or contrastive loss, a mean over something else than valid labels, weights by class. Under context "
     "parallelism each rank scores a part of each row: return {'loss_sum': ..., 'num_tokens': ...} whose two numbers are sums over tokens"
 )
+OTHERWISE = (
+    "training_step's loss of a short batch changed when its tokens were laid in another order, with their positions and targets, as "
+    "context parallelism lays them: something in the step depends on where a token stands (weights by place, the last token), counts "
+    "labels that nothing is scored against, or calls another model whose attention is not reached (a teacher). Compute it from what belongs "
+    "to a token, and return {'loss_sum': ..., 'num_tokens': ...} for other means"
+)
+OUTSIDE = (
+    "training_step calls F.scaled_dot_product_attention outside of the parallelized module (another model, a teacher, a probe on hidden "
+    "states), where it would see this rank's tokens only: make it part of that module, in a module named by layout.attention"
+)
 _HOW = (
     "a target was put at a single token of a few, and training_step's loss did not come from the logits of that token alone. Under context "
-    "parallelism each rank sees part of a row, so who shifts labels has to be right, and other tokens must not count (a penalty over all "
-    "of them): "
+    "parallelism each rank sees part of a row, so who shifts labels has to be right, other tokens must not count (a penalty over all of "
+    "them), and labels are changed in on_after_batch_transfer, not in the step: "
 )
 LOSS = {
     "aligned": _HOW + "label_alignment='aligned' says that the step scores the logits at i against labels[:, i]. If it (or the model's own "

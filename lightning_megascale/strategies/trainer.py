@@ -376,7 +376,9 @@ class MegascaleStrategy(Saving):
             return self._evaluated(name, step, batch, args, kwargs)
         self._sequences.prove(None, (), self._pipeline)
         with self._sequences.shared_logs(batch):
-            return self._evaluated(name, step, batch, args, kwargs)
+            result = self._evaluated(name, step, batch, args, kwargs)
+        self._sequences.context.end()
+        return result
 
     def _evaluated(self, name: str, step: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pipeline is None:
@@ -406,6 +408,8 @@ class MegascaleStrategy(Saving):
             self._finish()  # here already, so that on_after_backward sees the gradients that one device would have
         else:
             self.numbers.complete(module, partial, kept)
+        if self._sequences is not None:
+            self._sequences.context.end()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
