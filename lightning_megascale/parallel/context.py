@@ -392,7 +392,7 @@ def _are_positions(given: Any, positions: Tensor) -> bool:
 
 LEFT_PADDED = (
     "the batch's attention_mask leaves out tokens at the start of rows, and the step does not give it to the model, which on one device "
-    "would attend to them: under context parallelism padding is never attended to. Pass attention_mask to the model, or leave it out of the batch"
+    "would attend to them: under context parallelism padding is never attended to. Give it to the model, or leave it out of the batch"
 )
 OWN_POSITIONS = (
     "training_step gives the model position_ids that are not those of this rank's tokens (counted from the length of what it got?): "

@@ -112,8 +112,8 @@ class SequenceShard:
                 if any(not torch.equal(part, tensor) for part in everywhere(tensor.contiguous())):
                     raise ValueError(
                         f"predict_step returned a tensor of shape {tuple(tensor.shape)}, which is no {(self.rows, self.local_length)} of "
-                        "this rank's rows and tokens and differs between ranks that hold parts of one row: return a value for each token, and "
-                        "make what you need of a row from the whole prediction"
+                        "this rank's rows and tokens and differs between ranks that hold parts of one row: return a value for each token, "
+                        "and make what you need of a row from the whole prediction"
                     )
                 return tensor
             places = self.order.flatten(1).argsort(1).to(tensor.device)  # (B, L')
@@ -172,7 +172,7 @@ class SequenceCut:
         if (spare or padded != length) and not named and self.training:
             raise ValueError(
                 f"rows of {length} tokens over context_parallel_size={self.ranks} need places that hold no token, which are left out of "
-                "the loss by labels of -100, and in a tuple nothing says which tensor the labels are: give a dict with 'input_ids' and 'labels'"
+                "the loss by labels of -100, and in a tuple nothing says which the labels are: give a dict with 'input_ids' and 'labels'"
             )
         if (spare or padded != length) and names.labels is None and self.training:
             raise ValueError(

@@ -508,8 +508,8 @@ NOT_ADDITIVE = (
 OTHERWISE = (
     "training_step's loss of a short batch changed when its tokens were laid in another order, with their positions and targets, as "
     "context parallelism lays them: something in the step depends on where a token stands (weights by place, the last token), counts "
-    "labels that nothing is scored against, or calls another model whose attention is not reached (a teacher). Compute it from what belongs "
-    "to a token, and return {'loss_sum': ..., 'num_tokens': ...} for other means"
+    "labels that nothing is scored against, or calls another model whose attention is not reached (a teacher). Compute it from what "
+    "belongs to a token, and return {'loss_sum': ..., 'num_tokens': ...} for other means"
 )
 OUTSIDE = (
     "training_step calls F.scaled_dot_product_attention outside of the parallelized module (another model, a teacher, a probe on hidden "

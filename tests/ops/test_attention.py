@@ -38,7 +38,7 @@ SHAPES = {  # queries, keys, options without the scale; what a block can be
 
 
 def plain(q: Tensor, k: Tensor, scale: float, is_causal: bool, left: int, right: int) -> Tensor:
-    """Scores (B, G, N/G, L, S) of q (B, L, N, H) and k (B, S, G, H): windows end at the last row and key, and are clipped, as in flash-attn."""
+    """Scores (B, G, N/G, L, S) of q (B, L, N, H) and k (B, S, G, H): windows end at the last row and key, clipped as in flash-attn."""
     length, keys = q.shape[1], k.shape[1]
     left, right = (NO_WINDOW if limit >= keys else limit for limit in (left, right))
     right = 0 if is_causal else right

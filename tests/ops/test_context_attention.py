@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_megascale.ops.attention import KERNELS
-from lightning_megascale.ops.context_attention import Pattern, exchanged_attention, gathered_attention, ring_attention
+from lightning_megascale.ops.context_attention import Pattern, exchanged_attention, gathered_attention, in_order, ring_attention
 from lightning_megascale.ops.sequence_layout import PADDING, assign, positions_of, runs_of
 from tests.harness import run_ranks
 
@@ -161,6 +161,20 @@ def test_bfloat16_rounds_no_more_than_one_device() -> None:
         error = (ring - exact[kind][:, :, order]).square().mean().sqrt()
         granted = (single[kind].double() - exact[kind]).square().mean().sqrt()
         assert error <= 1.5 * granted, f"{name}: {error / granted:.2f} times the error of one device"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_exchanged_tokens_stand_in_the_order_of_their_documents(packing: str, layout: str) -> None:
+    """A run for each document, whatever the layout, and every place of every rank once."""
+    row, ranks = np.array(PACKINGS[packing]), 4
+    places = assign(row, ranks, layout)
+    tables = [runs_of(row[own], positions_of(row)[own]) for own in places]
+    runs, order = in_order(tables, LENGTH // ranks)
+    gathered = np.concatenate([places[rank][start : start + count] for rank, start, count in order])
+    texts = np.flatnonzero(row != PADDING)
+    assert np.array_equal(gathered[: len(texts)], texts) and sorted(gathered) == list(range(LENGTH))
+    assert runs == runs_of(row[gathered], positions_of(row)[gathered]) and len(runs) == len(set(row[texts]))
 
 
 # ---- messages and refusals ------------------------------------------------------------------------------------------------------------

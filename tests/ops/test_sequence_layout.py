@@ -13,6 +13,7 @@ from lightning_megascale.ops.sequence_layout import (
     Run,
     assign,
     blocks_between,
+    fused,
     imbalance,
     positions_of,
     ring_step_ratio,
@@ -54,17 +55,20 @@ def rows(draw: st.DrawFn) -> tuple[np.ndarray, int, str]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(rows(), st.booleans(), st.sampled_from((None, 1, 3, 7)))
-def test_blocks_are_exactly_the_pairs_of_the_mask(row: tuple[np.ndarray, int, str], is_causal: bool, window: int | None) -> None:
+@given(rows(), st.booleans(), st.sampled_from((None, 1, 3, 7)), st.booleans())
+def test_blocks_are_exactly_the_pairs_of_the_mask(
+    row: tuple[np.ndarray, int, str], is_causal: bool, window: int | None, larger: bool
+) -> None:
     documents, ranks, layout = row
     places, positions, length = assign(*row), positions_of(documents), len(documents)
     assert sorted(places.flatten().tolist()) == list(range(length))  # every token once, equal shares
-    window = window if is_causal else None
+    window = window if is_causal and not larger else None
     tables = [runs_of(documents[own], positions[own]) for own in places]
     seen = np.zeros((length, length), int)
     for rank, own in enumerate(places):
         for source, theirs in enumerate(places):
-            for block in blocks_between(tables[rank], tables[source], is_causal=is_causal, window=window):
+            blocks = blocks_between(tables[rank], tables[source], is_causal=is_causal, window=window)
+            for block in fused(blocks) if larger else blocks:
                 for i in range(block.query_length):
                     for j in range(block.key_length):
                         distance = i + block.ahead - j
@@ -80,6 +84,15 @@ def test_blocks_are_exactly_the_pairs_of_the_mask(row: tuple[np.ndarray, int, st
     assert np.array_equal(seen, wanted)
     if is_causal and window is None:
         assert sum(map(work_of, tables)) == wanted.sum()
+
+
+def test_head_tail_is_one_block_a_step() -> None:
+    """Of its own keys a rank computes a square, of those of a rank before it half of the keys, for those behind it half of its queries."""
+    tables = tables_of(np.zeros(32, int), 4, "headtail")
+    shapes = [[[(b.query_length, b.key_length, b.is_causal) for b in fused(blocks_between(q, k))] for k in tables] for q in tables]
+    for rank, row in enumerate(shapes):
+        for source, found in enumerate(row):
+            assert found == [(8, 8, True) if source == rank else (8, 4, False) if source < rank else (4, 8, False)]
 
 
 def packing(generator: np.random.Generator, length: int) -> np.ndarray:

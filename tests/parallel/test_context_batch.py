@@ -41,6 +41,10 @@ def gathers(parts: list[Tensor], own: int) -> Iterator[None]:
 
         @staticmethod
         def all_gather(into: list[Tensor], tensor: Tensor, group: Any) -> None:
+            if tensor.ndim < 2:  # nothing of tokens: alike on all
+                for place in into:
+                    place.copy_(tensor)
+                return
             for place, part in zip(into, parts):
                 place.copy_(part[:, : place.shape[1]])
             assert torch.equal(tensor, parts[own][:, : tensor.shape[1]])
@@ -218,16 +222,16 @@ def test_a_dataclass_and_tuples() -> None:
 
 @pytest.mark.parametrize("alignment", ["aligned", "shift", "huggingface"])
 def test_ids_that_are_the_labels(alignment: str) -> None:
-    """``{"input_ids": x, "labels": x}`` and ``(x, x)``: one tensor in two roles."""
-    for found in (cuts({"input_ids": IDS, "labels": IDS}, label_alignment=alignment), cuts((IDS, IDS), label_alignment=alignment)):
-        keys: tuple[Any, Any] = ("input_ids", "labels") if isinstance(found[0][0], dict) else (0, 1)
-        assert torch.equal(whole(found, keys[0]), IDS)
-        if alignment != "huggingface" or keys[0] != 0:
-            scored: Counter = Counter()
-            for own, _ in found:
-                named = {"input_ids": own[keys[0]], "labels": own[keys[1]]}
-                scored += pairs_of_step({**named, "shift_labels": named["labels"]}, alignment)
-            assert scored == pairs_of_one_device({"input_ids": IDS, "labels": IDS}, alignment)
+    """``{"input_ids": x, "labels": x}``: one tensor in two roles."""
+    found = cuts({"input_ids": IDS, "labels": IDS}, label_alignment=alignment)
+    assert torch.equal(whole(found, "input_ids"), IDS)
+    scored: Counter = Counter()
+    for own, _ in found:
+        scored += pairs_of_step(own, alignment)
+    assert scored == pairs_of_one_device({"input_ids": IDS, "labels": IDS}, alignment)
+    if alignment == "aligned":
+        for own, _ in cuts((IDS, IDS)):
+            assert torch.equal(own[0], own[1]) and own[0].shape == (2, 4)
 
 
 def test_what_says_which_targets_count_follows_them() -> None:
@@ -343,6 +347,35 @@ def test_refusals(name: str) -> None:
             SequenceCut(2, rank)(batch)
         told.append(str(error.value))
     assert told[0] == told[1]
+
+
+def test_a_tuple_whose_labels_would_have_to_be_told() -> None:
+    """Places without a token, which labels of -100 leave out, and a second tensor that may be anything."""
+    for batch, alignment in (((IDS, LABELS), "shift"), ((IDS[:, :7], LABELS[:, :7]), "aligned")):
+        with pytest.raises(
+            ValueError, match="in a tuple nothing says which tensor the labels are: give a dict with 'input_ids' and 'labels'"
+        ):
+            SequenceCut(2, 0, label_alignment=alignment)(batch)
+
+
+def test_a_prediction_that_is_of_no_row_and_differs_between_ranks() -> None:
+    found = cuts({"input_ids": IDS}, layout="contiguous")
+
+    class Group:
+        get_world_size = staticmethod(lambda group: 2)
+
+        @staticmethod
+        def all_gather(into: list[Tensor], tensor: Tensor, group: Any) -> None:
+            into[0].copy_(tensor)
+            into[1].copy_(tensor + 1)
+
+    with mock.patch.object(context_batch, "dist", Group), pytest.raises(ValueError, match=re.escape("returned a tensor of shape (2,)")):
+        found[0][1].whole(torch.zeros(2), object())  # type: ignore[arg-type]
+
+
+def test_a_float_that_may_be_features_of_a_row() -> None:
+    with pytest.raises(ValueError, match=re.escape("batch['x'] has a number for each row and token, (2, 8), or that many features")):
+        SequenceCut(2, 0)({"input_ids": IDS, "labels": LABELS, "x": torch.randn(2, 8)})
 
 
 def test_rows_that_do_not_divide_name_the_lengths_that_do() -> None:

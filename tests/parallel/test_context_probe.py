@@ -56,7 +56,8 @@ class Toy(nn.Module):
     Args:
         positions: "learned", "rotary" or "none".
         counts: positions are counted from the length of the input, whatever is given.
-        mixes: further mixing of tokens: "convolution", "mean", "last half" (of the place in the input), or "".
+        mixes: what else looks at other tokens: "convolution", "mean", "place" (a factor by the place in the input), "length" (by the
+            length of the input), "later" (positions of its own count from 2), or "".
         zero: the last projection starts at 0.
         **attention: of ``Attention``.
     """
@@ -75,7 +76,7 @@ class Toy(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if position_ids is None or self.counts:
-            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids) + (2 if self.mixes == "later" else 0)
         x = self.embed(input_ids) + (0 if self.places is None else self.places(position_ids))
         if self.convolution is not None:
             x = x + self.convolution(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
@@ -83,7 +84,9 @@ class Toy(nn.Module):
             x = x + block(x, position_ids)
         if self.mixes == "mean":
             x = x + x.mean(1, keepdim=True)
-        if self.mixes == "last half":
+        if self.mixes == "length":
+            x = x * math.log(x.shape[1])
+        if self.mixes == "place":
             x = x * torch.linspace(0.5, 1.5, x.shape[1], dtype=x.dtype)[:, None]
         return self.head(x)
 
@@ -145,13 +148,16 @@ def test_few_tokens_are_enough() -> None:
 
 BY_PLACE = "blocks.0: what attends depends on where a token stands in a rank's part of the row, and not on the position_ids"
 OUTPUT_BY_PLACE = "the model's output depends on where a token stands in a rank's part of the row"
+BY_LENGTH = "the model gives its first tokens other numbers when the row is longer, or when it is left to count position_ids itself"
 OTHER_DOCUMENT = "tokens of one document change the model's output for another"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "learned positions by arange": ({"counts": True}, BY_PLACE),
     "rotary positions by arange": ({"counts": True, "positions": "rotary"}, BY_PLACE),
     "a convolution over the sequence": ({"mixes": "convolution"}, BY_PLACE),
-    "a factor by place behind attention": ({"mixes": "last half"}, OUTPUT_BY_PLACE),
+    "a factor by place behind attention": ({"mixes": "place"}, OUTPUT_BY_PLACE),
     "a mean over the row": ({"mixes": "mean"}, OTHER_DOCUMENT),
+    "a factor by the length of the input": ({"mixes": "length"}, BY_LENGTH),
+    "positions of its own that count from 2": ({"mixes": "later"}, BY_LENGTH),
     "a causal softmax by hand": ({"by_hand": True}, OUTPUT_BY_PLACE),
     "positions by arange behind projections that start at zero": ({"counts": True, "zero": True}, BY_PLACE),
     "rotary by arange behind projections that start at zero": ({"counts": True, "positions": "rotary", "zero": True}, BY_PLACE),

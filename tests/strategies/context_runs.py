@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from lightning_megascale.parallel.rng import seed_step
 from lightning_megascale.verification.one_device import OneDevice
 from lightning_megascale.verification.training import Batches, Recorder, Setting, fit
 from tests import huggingface
-from tests.harness import full, run_alone, run_ranks, worst
+from tests.harness import RankFailure, full, run_alone, run_ranks, worst
 
 STEPS, VOCABULARY, WIDTH, HEADS = 3, 24, 16, 2
 CP2: dict[str, Any] = dict(context_parallel_size=2)
@@ -137,6 +136,7 @@ class Case:
         plan: further arguments of the strategy.
         alone: a batch as one device takes it.
         callbacks: of both Trainers; what they have under ``found`` is compared by the test.
+        clip: norm of gradients.
     """
 
     module: Callable[[], L.LightningModule]
@@ -145,6 +145,7 @@ class Case:
     plan: Mapping[str, Any] = field(default_factory=dict)
     alone: Callable[[Any], Any] = same
     callbacks: Callable[[], list[L.Callback]] = list
+    clip: float | None = 0.05
 
 
 def train(case: Case, ranks: int) -> dict[str, Any]:
@@ -158,7 +159,8 @@ def train(case: Case, ranks: int) -> dict[str, Any]:
 
     os.environ["PL_GLOBAL_SEED"] = "7"
     seed_step(7)
-    module, recorder, callbacks = case.module().to(DTYPE), Recorder(note), case.callbacks()
+    Counted.steps = 0
+    module, recorder, callbacks = case.module().to(DTYPE), Recorder(note), [Counted(), *case.callbacks()]
     strategy: Any = OneDevice(7)
     plugins = [LightningEnvironment()]
     if ranks:
@@ -171,7 +173,7 @@ def train(case: Case, ranks: int) -> dict[str, Any]:
         found = case.batches() if ranks else [case.alone(batch) for batch in case.batches()]
         return found if size == 1 else [{key: value.chunk(size)[rank] for key, value in batch.items()} for batch in found]
 
-    setting = Setting(STEPS, 0.05, wide=True)
+    setting = Setting(STEPS, case.clip, wide=True)
     arguments = dict(devices=ranks or 1, strategy=strategy, plugins=plugins, callbacks=[recorder, *callbacks])
     fit(module, Batches(mine), DTYPE, setting, **arguments)
     trainer = module.trainer
@@ -196,9 +198,22 @@ def train_all(cases: Cases, ranks: int) -> dict[str, Any]:
         print("case", name, flush=True)  # a hang shows the log's last lines
         try:
             found[name] = train(case, ranks)
-        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+        except Exception as error:  # noqa: BLE001 - it is the case's result, and the next ones share the ranks
             found[name] = f"{type(error).__name__}: {error}"
+            found[name] += f" (after {Counted.steps} steps)"
     return found
+
+
+class Counted(L.Callback):
+    """How many times the last fit changed parameters."""
+
+    steps = 0
+
+    def on_train_start(self, *_: Any) -> None:
+        Counted.steps = 0
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        Counted.steps += 1
 
 
 class Pool:
@@ -215,7 +230,11 @@ class Pool:
 
     @functools.cached_property
     def results(self) -> list[dict[str, Any]]:
-        return run_ranks(train_all, self._ranks, self.cases, self._ranks, timeout=self._timeout)
+        """Of each rank; where they hang, the failure is every case's result: they are not started again."""
+        try:
+            return run_ranks(train_all, self._ranks, self.cases, self._ranks, timeout=self._timeout)
+        except RankFailure as failure:
+            return [dict.fromkeys(self.cases, str(failure))] * self._ranks
 
     @functools.cached_property
     def alone(self) -> dict[str, Any]:
@@ -247,11 +266,22 @@ class Pool:
             assert off < tolerance, f"{name}, rank {rank}: after {STEPS} steps {where} is off by {off:.2e}"
 
 
+TEXT: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": dict(head_dim=8),
+    "Mistral": dict(sliding_window=6),
+    "Gemma3": dict(head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+    "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3Moe": dict(head_dim=8, num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2),
+}
+
+
 def family(name: str, **options: Any) -> Callable[[], nn.Module]:
-    """A small random transformers model, with attributes of its config changed after it was made."""
+    """A small random transformers model of two layers, with attributes of its config changed after it was made."""
 
     def make() -> nn.Module:
-        model = huggingface.FAMILIES[name]()
+        known = TEXT.get(name)
+        model = huggingface.FAMILIES[name]() if known is None else huggingface._text(name, num_hidden_layers=2, **known)
         for key, value in options.items():
             setattr(model.config, key, value)
         return model
@@ -261,7 +291,3 @@ def family(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 def texts(name: str = "Llama") -> list[dict[str, Tensor]]:
     return huggingface.batches(name)
-
-
-def temporary() -> str:
-    return tempfile.mkdtemp()
