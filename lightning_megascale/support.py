@@ -169,6 +169,10 @@ for _schedule in ZERO_BUBBLE_SCHEDULES:
             "a zero-bubble schedule would run a checkpointed block's forward again for each of its weights: use 'Interleaved1F1B', or "
             "activation_checkpointing=None"
         ),
+        frozenset((_schedule, "block inputs offloaded")): (
+            "a zero-bubble schedule refuses recomputed blocks, whose inputs are what activation_offload=True moves: use 'Interleaved1F1B', "
+            "or activation_offload=False"
+        ),
         frozenset((_schedule, "compiled")): (
             "a zero-bubble schedule cannot split the backward of a compiled block: use 'Interleaved1F1B', or compile=False"
         ),
@@ -198,6 +202,7 @@ def _meaningless() -> frozenset[frozenset[str]]:
     pairs = [(name, other) for name in cut for other in ("no context", "whole rows")]
     pairs += [(name, other) for name in axes if name not in cut for other in (*CONTEXT_METHODS, *CONTEXT_LAYOUTS, "packed documents")]
     pairs += [(name, "ring+ulysses") for name in cut if "cp4" not in name]  # needs two factors
+    pairs += [("ring+ulysses", other) for other in (*SCHEDULES, "split by hand")]  # four ranks of it, and no pipeline with them
     pairs += [("no context", other) for other in (*CONTEXT_LAYOUTS, "packed documents")]
     pairs += [("whole rows", other) for other in (*CONTEXT_METHODS, "packed documents")]
     pairs += [(name, "no pipeline") for name in piped]

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.ops.attention import Kernel, choose_kernel
-from lightning_megascale.ops.context_attention import Pattern, exchanged_attention, gathered_attention, ring_attention
+from lightning_megascale.ops.context_attention import exchanged_attention, gathered_attention, ring_attention
+from lightning_megascale.ops.context_blocks import Pattern
 from lightning_megascale.ops.sequence_layout import ring_step_ratio
 from lightning_megascale.parallel.context_batch import SequenceShard
 from lightning_megascale.parallel.context_probe import Probe

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_megascale.ops.context_attention import Pattern, Tables
+from lightning_megascale.ops.context_blocks import Pattern, Tables
 from lightning_megascale.ops.sequence_layout import PADDING, assign, positions_of, runs_of
 from lightning_megascale.parallel.loss_scale import IGNORE_INDEX
 from lightning_megascale.parallel.microbatches import map_batch
@@ -97,7 +97,21 @@ class SequenceShard:
         return SequenceShard(self.tables, self.order, self.rank, self.length, self.spare, *moved, self.has_documents, self.left_padded)
 
     def whole(self, result: Any, group: dist.ProcessGroup | None) -> Any:
-        """A step's result with the layout undone: what is (B, S, ...) becomes (B, L, ...), in the order of the row, on every rank."""
+        """A step's result with the layout undone: what is (B, S, ...) becomes (B, L, ...), in the order of the row, on every rank.
+
+        Raises:
+            ValueError: on all ranks, for what is of no row and differs between them.
+        """
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if group is not None:
+            everyone: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everyone, shapes, group=group)
+            if any(other != shapes for other in everyone):
+                other = next(other for other in everyone if other != everyone[0])
+                raise ValueError(
+                    f"predict_step returned tensors of shapes {everyone[0]} on a rank and {other} on another that holds a part of the same "
+                    "rows: return a value for each token, and choose tokens from the whole prediction"
+                )
 
         def everywhere(own: Tensor) -> list[Tensor]:
             parts = [own]

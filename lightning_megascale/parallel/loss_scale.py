@@ -138,7 +138,7 @@ class LossScale:
         self.raise_if_wrong()
         counts = self._reduced(weights.products(loss), group)
         self.step_loss = counts[4] / counts[0]
-        return weights.used / counts[0].clamp(min=1.0)
+        return weights.used / torch.where(counts[0] > 0, counts[0], 1.0)
 
     def note(self, agreement: Agreement) -> None:
         """What this rank did in a step; it travels with the next step's counts."""

@@ -185,7 +185,7 @@ def read_output(output: Any) -> tuple[Any, torch.Tensor | None, Weights | None]:
     if tokens.numel() != 1:
         raise ValueError(f"training_step's num_tokens has shape {tuple(tokens.shape)}: it must be a single number")
     tokens = tokens.reshape(())
-    loss = loss_sum / tokens.clamp(min=1.0).to(loss_sum.dtype)
+    loss = loss_sum / torch.where(tokens > 0, tokens, 1.0).to(loss_sum.dtype)
     return {**output, "loss": loss}, loss, Weights(tokens)
 
 

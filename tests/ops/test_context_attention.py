@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_megascale.ops.attention import KERNELS
-from lightning_megascale.ops.context_attention import Pattern, exchanged_attention, gathered_attention, in_order, ring_attention
+from lightning_megascale.ops.context_attention import exchanged_attention, gathered_attention, ring_attention
+from lightning_megascale.ops.context_blocks import Pattern, in_order
 from lightning_megascale.ops.sequence_layout import PADDING, assign, positions_of, runs_of
 from tests.harness import run_ranks
 

@@ -49,6 +49,10 @@ def gathers(parts: list[Tensor], own: int) -> Iterator[None]:
                 place.copy_(part[:, : place.shape[1]])
             assert torch.equal(tensor, parts[own][:, : tensor.shape[1]])
 
+        @staticmethod
+        def all_gather_object(into: list[Any], value: Any, group: Any) -> None:
+            into[:] = [value] * len(into)
+
     with mock.patch.object(context_batch, "dist", Group):
         yield
 
@@ -352,9 +356,7 @@ def test_refusals(name: str) -> None:
 def test_a_tuple_whose_labels_would_have_to_be_told() -> None:
     """Places without a token, which labels of -100 leave out, and a second tensor that may be anything."""
     for batch, alignment in (((IDS, LABELS), "shift"), ((IDS[:, :7], LABELS[:, :7]), "aligned")):
-        with pytest.raises(
-            ValueError, match="in a tuple nothing says which tensor the labels are: give a dict with 'input_ids' and 'labels'"
-        ):
+        with pytest.raises(ValueError, match="in a tuple nothing says which the labels are: give a dict with 'input_ids' and 'labels'"):
             SequenceCut(2, 0, label_alignment=alignment)(batch)
 
 
@@ -368,6 +370,10 @@ def test_a_prediction_that_is_of_no_row_and_differs_between_ranks() -> None:
         def all_gather(into: list[Tensor], tensor: Tensor, group: Any) -> None:
             into[0].copy_(tensor)
             into[1].copy_(tensor + 1)
+
+        @staticmethod
+        def all_gather_object(into: list[Any], value: Any, group: Any) -> None:
+            into[:] = [value, value]
 
     with mock.patch.object(context_batch, "dist", Group), pytest.raises(ValueError, match=re.escape("returned a tensor of shape (2,)")):
         found[0][1].whole(torch.zeros(2), object())  # type: ignore[arg-type]

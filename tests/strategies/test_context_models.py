@@ -334,6 +334,26 @@ def test_a_subclass_of_the_callback() -> None:
         assert "Rewritten" in names and "RingContextSharding" not in names
 
 
+def choosing() -> str:
+    """A prediction of some tokens only: each rank has another number of them."""
+
+    class Chooses(Evaluated):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch["input_ids"][batch["position_ids"] > 1]
+
+    try:
+        trainer = L.Trainer(devices=2, strategy=strategy_of(2), **QUIET)
+        trainer.predict(Chooses(Toy).double(), DataLoader(rows(12, count=1), batch_size=None))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_prediction_of_some_tokens_is_refused_alike() -> None:
+    first, second = run_ranks(choosing, 2)
+    assert first == second and "predict_step returned tensors of shapes [(16,)] on a rank and [(24,)] on another" in first
+
+
 # ---- callbacks and checkpoints -------------------------------------------------------------------------------------------------------
 
 
