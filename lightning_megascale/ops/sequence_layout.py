@@ -254,11 +254,11 @@ class _Load:
     work: float = 0.0
 
     def __post_init__(self) -> None:
-        self.intervals: list[tuple[int, int]] = []
+        self.intervals: list[tuple[int, int, int | None]] = []
 
     def give(self, start: int, end: int, position: int | None) -> None:
         """Tokens start:end of the row, of which the first stands at ``position`` of its document; None: padding, which costs nothing."""
-        self.intervals.append((start, end))
+        self.intervals.append((start, end, position))
         self.room -= end - start
         if position is not None:
             self.work += (end - start) * position + (end - start) * (end - start + 1) / 2
@@ -281,7 +281,30 @@ def _packed(documents: np.ndarray, ranks: int) -> np.ndarray:
         if ratio <= BALANCED:
             break
     assert best is not None
-    return np.stack([np.sort(np.concatenate([np.arange(a, b) for a, b in load.intervals])) for load in best[1]])
+    if best[0] > BALANCED:
+        _trade(best[1])
+    return np.stack([np.sort(np.concatenate([np.arange(a, b) for a, b, _ in load.intervals])) for load in best[1]])
+
+
+def _trade(loads: list[_Load]) -> None:
+    """The busiest rank swaps pieces of one length with others, each time what lowers the larger of the two works most."""
+    target = BALANCED * sum(load.work for load in loads) / len(loads)
+    for _ in loads:
+        busiest = max(loads, key=lambda load: load.work)
+        best, swap = busiest.work, None
+        for other in loads if busiest.work > target else []:
+            for i, (start, end, mine) in enumerate(busiest.intervals):
+                for j, (begin, stop, theirs) in enumerate(other.intervals):
+                    if mine is None or theirs is None or end - start != stop - begin or other is busiest:
+                        continue
+                    moved = (mine - theirs) * (end - start)
+                    if max(busiest.work - moved, other.work + moved) < best:
+                        best, swap = max(busiest.work - moved, other.work + moved), (other, i, j, moved)
+        if swap is None:
+            return
+        other, i, j, moved = swap
+        busiest.intervals[i], other.intervals[j] = other.intervals[j], busiest.intervals[i]
+        busiest.work, other.work = busiest.work - moved, other.work + moved
 
 
 def _fold(texts: Sequence[tuple[int, int]], folded: int, padding: Sequence[tuple[int, int]], ranks: int, room: int) -> list[_Load]:

@@ -299,9 +299,8 @@ class ContextSteps:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, wrong)
         words = next(words for words in everyone if words)
-        raise ValueError(
-            f"context_parallel_size={self._plan.context_parallel_size} is refused for {type(self._model).__name__}: {words[0]}"
-        )
+        model = type(self._model).__name__.removeprefix("FSDP")  # as FSDP2 renames it
+        raise ValueError(f"context_parallel_size={self._plan.context_parallel_size} is refused for {model}: {words[0]}")
 
     # ---- the first real step -------------------------------------------------------------------------------------------------------
 

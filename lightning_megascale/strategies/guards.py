@@ -114,7 +114,7 @@ def check_rows(batch: Any, plan: ParallelPlan) -> None:
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Pipeline- and tensor-parallel peers compute parts of one forward: on different rows the result would be garbage without an error."""
+    """Pipeline-, context- and tensor-parallel peers compute parts of one forward: on different rows the result would be garbage without an error."""
     if group is None or dist.get_world_size(group) == 1:
         return
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -128,7 +128,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
     dist.all_gather(gathered, mine, group=group)
     if any(not torch.equal(other, mine) for other in gathered):
         raise ValueError(
-            "pipeline- or tensor-parallel peers got different batches, so each would compute its part of another forward. Divide the data "
+            "pipeline-, context- or tensor-parallel peers got different batches, so each would compute its part of another forward. Divide the data "
             "by trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling depend on "
             "nothing else"
         )

@@ -121,6 +121,7 @@ class Counting(Module):
         self.tokens.update(count)
         self.mean.update(loss.detach(), count)
         self.accuracy.update(logits.argmax(-1).flatten(), labels.flatten())
+        self.log("plain", loss)  # neither sync_dist nor batch_size
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=count)
         self.log("count", float(count), on_step=True, on_epoch=False, sync_dist=True, reduce_fx="sum")
         self.log("tokens", self.tokens, on_step=False, on_epoch=True)
