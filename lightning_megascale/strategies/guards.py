@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_megascale.ops.attention import check_backend
 from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, rows_of
 from lightning_megascale.parallel.rng import derive_seed
 from lightning_megascale.plan import ParallelPlan
@@ -61,6 +62,8 @@ def check_trainer(module: pl.LightningModule, plan: ParallelPlan) -> None:
             f"context_parallel_size={plan.context_parallel_size} and manual optimization: the first batch proves where the step scores its "
             "targets by trying it, which a step that runs backward itself does not allow: use automatic optimization"
         )
+    if plan.context_parallel_size > 1:
+        wrong += check_backend(plan.attention_backend, strategy.root_device.type)
     if plan.global_batch_size is not None and not module.automatic_optimization:
         wrong.append(
             "global_batch_size is given and the module uses manual optimization, whose steps it takes itself: leave it None, or use "
@@ -114,7 +117,7 @@ def check_rows(batch: Any, plan: ParallelPlan) -> None:
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Pipeline-, context- and tensor-parallel peers compute parts of one forward: on different rows the result would be garbage without an error."""
+    """Peers on other axes than data compute parts of one forward: on different rows the result would be garbage without an error."""
     if group is None or dist.get_world_size(group) == 1:
         return
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -128,9 +131,9 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
     dist.all_gather(gathered, mine, group=group)
     if any(not torch.equal(other, mine) for other in gathered):
         raise ValueError(
-            "pipeline-, context- or tensor-parallel peers got different batches, so each would compute its part of another forward. Divide the data "
-            "by trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling depend on "
-            "nothing else"
+            "pipeline-, context- or tensor-parallel peers got different batches, so each would compute its part of another forward. Divide "
+            "the data by trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling "
+            "depend on nothing else"
         )
 
 

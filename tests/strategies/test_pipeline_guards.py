@@ -455,7 +455,7 @@ CASES: dict[str, Case] = {
     ),
     "batch without rows": (Opaque, {}, {}, ["the batch of training_step holds no tensor with rows"]),
     "tensor of other rows": (OddRows, {}, {}, ["batch['prior'] has 5 rows and the batch 4", "0-dim tensor"]),
-    "other batches on each rank": (Plain, {}, dict(shift=True), ["pipeline- or tensor-parallel peers got different batches"]),
+    "other batches on each rank": (Plain, {}, dict(shift=True), ["tensor-parallel peers got different batches"]),
     "no chain": (GemmaLike, {}, {}, ["the hidden state that pipeline stage 1 receives is not what 'layers.1' is given"]),
     "logs a vector": (LogsAVector, {}, {}, ["self.log('both') was given a tensor of shape (2,)"]),
 }
