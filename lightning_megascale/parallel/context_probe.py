@@ -62,20 +62,21 @@ class Probe:
 
 
 def probe_layout(
-    call: Callable[[Tensor, Probe], Tensor | None], largest_id: int, tokens: int, device: torch.device, counts: bool = True
+    call: Callable[[Tensor, Probe], Tensor | None], largest_id: int, tokens: int, device: torch.device, counts: bool = True, unit: int = 1
 ) -> list[str]:
     """Runs a model four times and says what is wrong with it; may differ between pipeline stages.
 
     Args:
         call: (ids (1, n), probe) -> logits (1, n, ...) or another output, None where this rank has none.
         largest_id: a token number that exists, as every smaller one does.
-        tokens: n, a multiple of 8.
+        tokens: n, at least 8 and a multiple of ``unit``.
         device: of the ids.
+        unit: what lengths are a multiple of.
         counts: the step leaves positions to the model, whose own must then be those that it will be given.
     """
     generator = torch.Generator().manual_seed(3)
     ids = torch.arange(tokens) % (largest_id + 1)
-    cut = tokens * 5 // 8
+    cut = max(1, tokens * 5 // 8 // unit) * unit
     documents = torch.tensor([0] * cut + [1] * (tokens - cut))
     positions = torch.cat([torch.arange(cut), torch.arange(tokens - cut)])
     order = torch.randperm(tokens, generator=generator)

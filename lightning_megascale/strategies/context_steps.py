@@ -217,8 +217,8 @@ class ContextSteps:
             ]
         largest = int(self._agree([float(names.tokens.max())])[0])
         assert self.context.whole is not None
-        unit = 8 * self._multiple
-        tokens = unit * max(1, min(256, self.context.whole.length) // unit)  # as long as a row: lengths may be looked at
+        unit = self._multiple
+        tokens = max(8 * unit, min(256, self.context.whole.length) // unit * unit)  # as long as a row: lengths may be looked at
 
         needed: dict[str, Any] = {}
         for name in [] if pipeline is not None else _required(self._model):
@@ -242,7 +242,7 @@ class ContextSteps:
         self._train_where_nothing_is_drawn(lambda: call(torch.zeros(1, tokens, dtype=torch.int64, device=self._device), _single(tokens)))
         self.context.reached.clear()
         counts = names.given.get("position_ids") is None
-        wrong, missing = probe_layout(call, largest, tokens, self._device, counts), self.context.missing
+        wrong, missing = probe_layout(call, largest, tokens, self._device, counts, unit), self.context.missing
         if missing and not wrong:
             wrong.append(
                 f"{', '.join(missing[:4])}: what attends there does not come through F.scaled_dot_product_attention, so it would see this "
