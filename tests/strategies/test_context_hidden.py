@@ -191,8 +191,8 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "scores by the length": (case(lambda: Module(changed(LengthAttention))), "other numbers when the row is longer"),
     "mixes long rows": (case(lambda: Module(LateMix)), "tokens of one document change the model's output for another"),
     "mixes in training": (case(lambda: Module(TrainingMix)), "tokens of one document change the model's output for another"),
-    "own positions from a table of zeros": (case(lambda: Module(OwnPlaces)), "depends on where a token stands in a rank's part of the row"),
-    "a shift behind a gate of zeros": (case(lambda: Module(changed(GatedAttention))), "depends on where a token stands in a rank's part of the row"),
+    "own positions from a table of zeros": (case(lambda: Module(OwnPlaces)), "depends on where a token stands"),
+    "a shift behind a gate of zeros": (case(lambda: Module(changed(GatedAttention))), "layers.1.attention: what attends depends on where"),
     "positions that begin at 2": (case(lambda: Module(PlacesFromTwo)), "counts from elsewhere than 0"),
     "a window on both sides": (
         case(lambda: Published(modern_bert), lambda: rows(vocabulary=WORDS), "aligned"),
