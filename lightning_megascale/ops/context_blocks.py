@@ -143,6 +143,7 @@ class Blocks:
         self.scale = q.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._is_kernels = False  # out and lse are what a kernel gave, which a selective checkpoint may keep: not to be changed
 
     def _each(self, source: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], BlockOptions]]:
         for rows, block in self.pattern.blocks(self.q.shape[0], self.rank, source):
@@ -157,7 +158,8 @@ class Blocks:
         if self._out is None or self._lse is None:
             self._out = torch.zeros(self.q.shape, dtype=wide, device=self.q.device)
             self._lse = torch.full(self.q.shape[:-1], -torch.inf, dtype=wide, device=self.q.device)
-        self._out, self._lse = self._out.to(wide), self._lse.to(wide)
+        self._out, self._lse = self._out.to(wide, copy=self._is_kernels), self._lse.to(wide, copy=self._is_kernels)
+        self._is_kernels = False
         return self._out, self._lse
 
     def output(self) -> tuple[Tensor, Tensor]:
@@ -172,7 +174,7 @@ class Blocks:
         for at, keys, options in self._each(source):
             part, part_lse = self.kernel.forward(self.q[at], k[keys], v[keys], options)
             if self._out is None and part.shape == self.q.shape:
-                self._out, self._lse = part, part_lse
+                self._out, self._lse, self._is_kernels = part, part_lse, True
                 continue
             out, lse = self.result()
             if options.is_causal:  # of a rank's own keys, which nothing came before
