@@ -247,6 +247,7 @@ def steps(name: str, microbatches: int, seconds: float, repeats: int) -> dict[st
         group=group,
         loss_fn=lambda output, _: output[0].sum(),
         before_forward=lambda *_: None,
+        before_backward=lambda number: None,
         train=True,
     )
     working, found = Working(calls), []
