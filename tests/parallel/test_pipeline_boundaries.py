@@ -454,7 +454,7 @@ def piped(name: str) -> Any:
     def seed(stage: int, number: int) -> None:
         torch.manual_seed(number)
 
-    options: Any = dict(device=device, group=group, loss_fn=loss_fn, before_forward=seed, train=True)
+    options: Any = dict(device=device, group=group, loss_fn=loss_fn, before_forward=seed, before_backward=lambda number: None, train=True)
     run_schedule(*build_schedule(pipeline, "GPipe", MICROBATCHES, boundaries, **options), calls, pipeline.has_last)
     found = {"loss": torch.stack(losses).detach()} if pipeline.has_last else {}
     return {**found, **{key: p.grad for key, p in model.named_parameters() if p.grad is not None}}
