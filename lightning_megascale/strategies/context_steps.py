@@ -109,8 +109,8 @@ class ContextSteps:
         if loop not in self._compared:
             self._compared.add(loop)
             check_same_batch(batch, self._group, self._device)
-        if self._first is None and not {"layout", "loss"} <= self._proved:
-            self._first = batch
+        if not {"layout", "loss"} <= self._proved:
+            self._first = batch  # the one that comes next: validation's first batch may have other keys than training's
         cut = SequenceCut(
             self._views.sizes["cp"],
             self._views.context_rank,
