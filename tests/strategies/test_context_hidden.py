@@ -233,19 +233,3 @@ def test_a_mean_logged_with_rows_is_that_of_one_device() -> None:
     found, reference = POOL.of("logged by rows")
     for result in found:
         assert abs(result["metrics"]["loss"] - reference["metrics"]["loss"]) < 1e-6  # Lightning keeps float32
-
-
-class Validated(Module):
-    """Validation knows no labels."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.logits(batch)
-
-    def val_dataloader(self) -> Any:
-        return [[{"input_ids": batch["input_ids"]}] for batch in rows(count=1)][0]
-
-
-def test_the_loss_is_tried_on_a_training_batch() -> None:
-    """Validation's sanity check comes first, with batches of its own."""
-    pool = Pool({"validated": Case(lambda: Validated(Toy), rows)})
-    pool.assert_equal("validated")
