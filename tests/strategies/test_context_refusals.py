@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "a mask": (
         case(lambda: Module(changed(MaskedAttention))),
-        "layers.1.attention: attn_mask of shape (8, 8) cannot be honoured under context parallelism",
+        "layers.1.attention: attn_mask of shape (12, 12) cannot be honoured under context parallelism",
     ),
     "dropout in attention": (
         case(lambda: Module(lambda: Toy(dropout_p=0.2))),
@@ -260,11 +260,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "dropout in attention while training": (case(lambda: Module(changed(DroppingAttention))), "layers.1.attention: dropout_p=0.1"),
     "cross-attention": (
         case(lambda: Module(changed(CrossAttention))),
-        "layers.1.attention: attention over 8 queries and 4 keys, for a row of 8 tokens: cross-attention, a cache",
+        "layers.1.attention: attention over 12 queries and 6 keys, for a row of 12 tokens: cross-attention, a cache",
     ),
     "a token that the model makes": (
         case(lambda: Module(changed(RegisterAttention))),
-        "layers.1.attention: attention over 9 queries and 9 keys, for a row of 8 tokens",
+        "layers.1.attention: attention over 13 queries and 13 keys, for a row of 12 tokens",
     ),
     "a softmax by hand": (case(lambda: Module(changed(HandAttention))), "attention that is not reached (a softmax by hand)"),
     "layers of the LightningModule": (case(OneShared), "the layers of OneShared are its own attributes"),
