@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_megascale.parallel.context_batch import SequenceCut, SequenceShard
+from lightning_megascale.parallel.context_batch import SequenceCut
+from lightning_megascale.parallel.context_shard import SequenceShard
 
 
 class RingContextSharding(Callback):

@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 from lightning_megascale.layout import ModelLayout, guess_layout
-from lightning_megascale.parallel.context import check_context
+from lightning_megascale.parallel.context_seams import check_context
 from lightning_megascale.parallel.layouts import block_names, describe, is_published, roots_of, stage_count, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import unowned_parameters
 from lightning_megascale.parallel.pipeline_split import check_places, check_split

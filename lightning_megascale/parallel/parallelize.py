@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import MeshViews
-from lightning_megascale.parallel.context import Context, apply_context
+from lightning_megascale.parallel.context import Context
+from lightning_megascale.parallel.context_seams import apply_context
 from lightning_megascale.parallel.data import apply_data_parallel, sum_gradients, units_of
 from lightning_megascale.parallel.layouts import block_names, is_published, roots_of, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import PassThrough, Pipeline, split_into_stages

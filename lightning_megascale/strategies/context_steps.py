@@ -21,9 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megascale.callbacks.context_sharding import RingContextSharding
 from lightning_megascale.mesh import MeshViews
-from lightning_megascale.parallel.context import Context, prepare_call
-from lightning_megascale.parallel.context_batch import SequenceCut, SequenceShard, names_of
+from lightning_megascale.parallel.context import Context
+from lightning_megascale.parallel.context_batch import SequenceCut
+from lightning_megascale.parallel.context_call import prepare_call
+from lightning_megascale.parallel.context_names import names_of
 from lightning_megascale.parallel.context_probe import Probe, probe_layout
+from lightning_megascale.parallel.context_shard import SequenceShard
 from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, rows_of, weigh
 from lightning_megascale.parallel.microbatches import map_batch
 from lightning_megascale.parallel.rng import derive_seed, kept_generators

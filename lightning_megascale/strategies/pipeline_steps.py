@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
-from lightning_megascale.parallel.context import Context, prepare_call
+from lightning_megascale.parallel.context import Context
+from lightning_megascale.parallel.context_call import prepare_call
 from lightning_megascale.parallel.layouts import is_published
 from lightning_megascale.parallel.loss_scale import Weights, rows_of, weigh, weighted
 from lightning_megascale.parallel.microbatches import first_rows, split_rows

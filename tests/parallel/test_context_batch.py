@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_megascale.ops.sequence_layout import LAYOUTS, PADDING, positions_of
-from lightning_megascale.parallel import context_batch
-from lightning_megascale.parallel.context_batch import SequenceCut, SequenceShard
+from lightning_megascale.parallel import context_shard
+from lightning_megascale.parallel.context_batch import SequenceCut
+from lightning_megascale.parallel.context_shard import SequenceShard
 
 IGNORED = -100
 Cuts = list[tuple[Any, SequenceShard]]
@@ -53,7 +54,7 @@ def gathers(parts: list[Tensor], own: int) -> Iterator[None]:
         def all_gather_object(into: list[Any], value: Any, group: Any) -> None:
             into[:] = [value] * len(into)
 
-    with mock.patch.object(context_batch, "dist", Group):
+    with mock.patch.object(context_shard, "dist", Group):
         yield
 
 
@@ -375,7 +376,7 @@ def test_a_prediction_that_is_of_no_row_and_differs_between_ranks() -> None:
         def all_gather_object(into: list[Any], value: Any, group: Any) -> None:
             into[:] = [value, value]
 
-    with mock.patch.object(context_batch, "dist", Group), pytest.raises(ValueError, match=re.escape("returned a tensor of shape (2,)")):
+    with mock.patch.object(context_shard, "dist", Group), pytest.raises(ValueError, match=re.escape("returned a tensor of shape (2,)")):
         found[0][1].whole(torch.zeros(2), object())  # type: ignore[arg-type]
 
 

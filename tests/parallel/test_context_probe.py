@@ -13,9 +13,11 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_megascale.layout import ModelLayout
-from lightning_megascale.parallel.context import Context, apply_context, attention_names, prepare_call
+from lightning_megascale.parallel.context import Context
+from lightning_megascale.parallel.context_call import prepare_call
 from lightning_megascale.parallel.context_huggingface import check_published
 from lightning_megascale.parallel.context_probe import LARGEST, Probe, probe_layout
+from lightning_megascale.parallel.context_seams import apply_context, attention_names
 from tests import huggingface
 
 VOCABULARY, WIDTH, HEADS = 16, 16, 2
