@@ -20,7 +20,7 @@ from lightning_megascale.models.decoder import Decoder, DecoderConfig
 from lightning_megascale.ops.sequence_layout import assign, positions_of
 from lightning_megascale.parallel.init import materialize
 from lightning_megascale.parallel.rng import seed_microbatch, seed_stage
-from lightning_megascale.strategies import context_steps
+from lightning_megascale.strategies import context_proof
 from lightning_megascale.strategies.trainer import MegascaleStrategy
 from tests.harness import full, run_ranks
 
@@ -255,7 +255,7 @@ class Recorder(L.Callback):
 
 def train_parallel(case: Case, arguments: dict[str, Any], proofs: bool = True) -> dict[str, Any]:
     """Runs on every rank; without ``proofs`` the first batch's trials under context parallelism are left out, which cost most there."""
-    context_steps._enabled = proofs
+    context_proof._enabled = proofs
     torch.manual_seed(SEED)
     module, recorder = ParityModule(case), Recorder()
     strategy = MegascaleStrategy(**{**plan_of(case), **arguments})

@@ -322,8 +322,8 @@ class MegascaleStrategy(Saving):
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
         if self._sequences is None:
             return self._numbered_step(number, batch, args, kwargs)
-        self._sequences.prove(module.training_step, args[1:], self._pipeline)
-        with self._sequences.shared_logs(batch), self._sequences.watched(batch):
+        self._sequences.proof.prove(module.training_step, args[1:], self._pipeline)
+        with self._sequences.shared_logs(batch), self._sequences.proof.watched(batch):
             output = self._numbered_step(number, batch, args, kwargs)
         seed_step(self._seed, "after", number, self.data_parallel_rank)  # what a loader draws next is drawn alike by all parts of its rows
         return output
@@ -374,7 +374,7 @@ class MegascaleStrategy(Saving):
         self._check_peers(name, batch)
         if self._sequences is None:
             return self._evaluated(name, step, batch, args, kwargs)
-        self._sequences.prove(None, (), self._pipeline)
+        self._sequences.proof.prove(None, (), self._pipeline)
         with self._sequences.shared_logs(batch):
             result = self._evaluated(name, step, batch, args, kwargs)
         self._sequences.context.end()
