@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megascale import MegascaleModule, MegascaleStrategy, RingContextSharding, ThroughputMonitor
 from lightning_megascale.ops.sequence_layout import positions_of
-from tests.harness import run_alone, run_ranks
+from tests.harness import full, run_alone, run_ranks, worst
 from tests.huggingface import VOCABULARY as WORDS
 from tests.strategies.context_runs import CP2, HEADS, VOCABULARY, WIDTH, Case, Module, Pool, Published, Toy, family, rows, texts
 
@@ -309,6 +309,30 @@ def test_evaluation_and_predictions() -> None:
             assert result[key] == pytest.approx(alone[key], abs=1e-10)
         assert result["callbacks"].count("RingContextSharding") == 1
         assert all(prediction["logits"].shape[1] == length for prediction, length in zip(result["plain"], (12, 7, 9)))
+
+
+class Unlabelled(Module):
+    """Its validation, which runs before training, has no labels."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert "labels" not in batch
+        self.logits(batch)
+
+
+def fit_after_validation(ranks: int) -> dict[str, Tensor]:
+    module = Unlabelled(Toy).double()
+    loaders = [DataLoader(batches, batch_size=None) for batches in (rows(), [{"input_ids": rows()[0]["input_ids"]}])]
+    options = dict(max_steps=2, use_distributed_sampler=False)  # Lightning's would shuffle
+    L.Trainer(devices=ranks or 1, strategy=strategy_of(ranks), **options, **QUIET).fit(module, *loaders)
+    return {name: full(parameter) for name, parameter in module.named_parameters()}
+
+
+def test_the_loss_is_tried_on_a_batch_of_training() -> None:
+    """The sanity check's batch comes first, and has nothing that a loss could be tried on."""
+    alone = run_alone(fit_after_validation, 0)
+    for result in run_ranks(fit_after_validation, 2, 2):
+        off, where = worst(alone, result)
+        assert off < 1e-10, where
 
 
 class Rewritten(RingContextSharding):
