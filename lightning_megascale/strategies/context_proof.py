@@ -102,8 +102,8 @@ class ContextProof:
         module.eval()
         metrics.is_muted = True
         try:
-            with kept_generators(self._device), LogRecorder(module):
-                yield
+            with kept_generators(self._device), LogRecorder(module), torch.compiler.set_stance("force_eager"):
+                yield  # compiled, every length of a trial would be compiled anew
         finally:
             self.context.probe = None
             state.restore(before)
