@@ -1,4 +1,7 @@
-"""A loss of a layer's own (router balance, z-loss) that no output carries: it joins the backward with the weight of the step's loss."""
+"""A loss of a layer's own (router balance, z-loss) that no output carries: it joins the backward with the weight of the step's loss.
+
+What a layer must know of the microbatch it runs on, and cannot see in its input, comes from here as well: which tokens are padding.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ class MicrobatchWeight:
 
     Args:
         value: 0-dim tensor or number; None until it is known.
+        unit: what one label of the microbatch weighs, 0-dim tensor or number: ``value`` over the labels that it counts; None where a step's
+            loss is not weighted at all.
+        tokens: bool (B, L), this rank's tokens that are no padding; None: all of them.
     """
 
-    def __init__(self, value: Tensor | float | None = None) -> None:
-        self.value = value
+    def __init__(self, value: Tensor | float | None = None, unit: Tensor | float | None = None, tokens: Tensor | None = None) -> None:
+        self.value, self.unit, self.tokens = value, unit, tokens
         self.is_used = False
 
 
@@ -29,15 +35,26 @@ def set_microbatch_weight(weight: MicrobatchWeight) -> None:
     _current[0] = weight
 
 
-def add_auxiliary_loss(hidden: Tensor, loss: Tensor) -> Tensor:
+def current_token_mask() -> Tensor | None:
+    """Bool (B, L): the tokens of the microbatch that runs that are no padding; None: all of them, or nothing is known."""
+    return _current[0].tokens
+
+
+def add_auxiliary_loss(hidden: Tensor, loss: Tensor, *, tokens: Tensor | None = None, labels_per_token: Tensor | float = 1.0) -> Tensor:
     """``hidden`` unchanged, with ``loss`` added to whatever loss its use ends in.
 
     The step's loss is a mean over a microbatch, weighted by what the microbatch counts; ``loss``, a mean over the same microbatch, takes
     the same weight, on every pipeline stage and in every microbatch. Without MegascaleStrategy the weight is 1.
 
+    A layer's loss is a mean over tokens, though, and a microbatch may hold many tokens of which few have a label. With ``tokens`` its
+    weight is that of so many labels, times ``labels_per_token``: then the sum over microbatches and ranks is the mean over all tokens of
+    the step, however they are dealt out.
+
     Args:
         hidden: any tensor on the way to the step's loss.
         loss: 0-dim, differentiable.
+        tokens: 0-dim, over how many tokens ``loss`` is a mean; None: over what the step's loss counts.
+        labels_per_token: labels that a whole step counts over the tokens it holds, 0-dim or a number.
 
     Returns:
         ``hidden``, of the same shape and values.
@@ -51,20 +68,23 @@ def add_auxiliary_loss(hidden: Tensor, loss: Tensor) -> Tensor:
         return hidden
     weight = _current[0]
     weight.is_used = True
-    joined: Tensor = _Join.apply(hidden, loss.reshape(()), weight)
+    labels = None if tokens is None else tokens.detach() * labels_per_token
+    joined: Tensor = _Join.apply(hidden, loss.reshape(()), weight, labels)
     return joined
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Tensor, weight: MicrobatchWeight) -> Tensor:
-        ctx.weight, ctx.like = weight, loss.new_empty(0)
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, weight: MicrobatchWeight, labels: Tensor | None) -> Tensor:
+        ctx.weight, ctx.labels, ctx.like = weight, labels, loss.new_empty(0)
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         value = ctx.weight.value
         if value is None:
             raise RuntimeError("a backward ran before the strategy knew what its microbatch counts")
-        return gradient, torch.as_tensor(value, dtype=ctx.like.dtype, device=ctx.like.device).reshape(()), None
+        if ctx.labels is not None and ctx.weight.unit is not None:
+            value = ctx.labels * ctx.weight.unit
+        return gradient, torch.as_tensor(value, dtype=ctx.like.dtype, device=ctx.like.device).reshape(()), None, None
