@@ -89,7 +89,7 @@ def dispatch_all(nodes: list[int], names: list[str]) -> dict[Any, Any]:
             hidden.requires_grad_(), weights.requires_grad_()
             seen: list[int] = []
 
-            def experts(rows: Tensor, ids: Tensor, of: Tensor) -> Tensor:
+            def experts(rows: Tensor, ids: Tensor, of: Tensor, own: Tensor = own, seen: list[int] = seen) -> Tensor:
                 seen.append(len(rows))
                 return apply(own, rows, ids, of)
 

@@ -102,6 +102,7 @@ def counted() -> list[list[dict[str, int]]]:
     return run_ranks(count, 4, [case_of(*pair) for pair in MODES], timeout=120)
 
 
+@pytest.mark.slow
 def test_a_block_runs_forward_at_most_twice_for_a_microbatch(counted: list[list[dict[str, int]]]) -> None:
     for found in counted:
         for (schedule, mode), result in zip(MODES, found):
@@ -109,6 +110,7 @@ def test_a_block_runs_forward_at_most_twice_for_a_microbatch(counted: list[list[
             assert times == (1 if mode == "none" else 2), (schedule, mode, times)
 
 
+@pytest.mark.slow
 def test_one_gather_and_one_reduction_for_each_unit_and_step(counted: list[list[dict[str, int]]]) -> None:
     for found in counted:
         for (schedule, mode), result in zip(MODES, found):
@@ -116,6 +118,7 @@ def test_one_gather_and_one_reduction_for_each_unit_and_step(counted: list[list[
             assert result["reduce_scatter_base"] == result["units"], (schedule, mode, result)
 
 
+@pytest.mark.slow
 def test_one_message_for_each_boundary_microbatch_and_direction(counted: list[list[dict[str, int]]]) -> None:
     for found in counted:
         for (schedule, mode), result in zip(MODES, found):

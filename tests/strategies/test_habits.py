@@ -425,7 +425,7 @@ NOT_AVERAGED = "averages whole copies of the module, which sharded parameters do
 BOTH = ("tp2", "pp2")
 HABITS = Habits(
     {
-        "lr_find": Habit(lr_find, slow=()),
+        "lr_find": Habit(lr_find, slow=BOTH),
         "LearningRateFinder": Habit(lr_finder_callback, slow=BOTH),
         "BatchSizeFinder": Habit(
             batch_size_finder,
