@@ -34,6 +34,20 @@ class DecoderConfig:
         loss_chunk_tokens: tokens whose logits exist at a time in the loss.
         mlp_chunk_tokens: tokens of a rank whose F-wide activations exist at a time, in forward and backward: the feed-forward runs them
             in chunks and runs each again in the backward. None runs them together and keeps what they made. The numbers are the same.
+        num_experts: E, feed-forwards that a router chooses from in every layer; 0: none, and nothing below may be given.
+        num_experts_per_token: K of them for each token.
+        expert_intermediate_size: width F of an expert; None means intermediate_size.
+        num_shared_experts: experts that every token takes, without a router: one feed-forward of so many times their width.
+        num_dense_layers: the first layers, which have an ordinary feed-forward of intermediate_size.
+        router_scores: "softmax" or "sigmoid" of the router's logits.
+        normalize_top_k: the weights of a token's experts sum to 1, before router_scale.
+        router_scale: multiplies these weights.
+        num_expert_groups, num_groups_per_token: a token chooses within its best groups of experts only (DeepSeek-V3).
+        capacity_factor: None drops no token; else an expert takes ceil(capacity_factor * L * K / E) tokens of each row.
+        balance_loss: factor of each layer's balance loss, which is 1.0 at uniform.
+        balance_scope: whose fractions it takes: "global" (the last optimizer step's batch), "sequence" or "microbatch".
+        router_z_loss: factor of each layer's z-loss.
+        balance_bias_rate: how far a step moves the bias that balances by choice instead of by loss (DeepSeek-V3); 0: there is none.
 
     Raises:
         ValueError: listing every rule that is broken.
@@ -59,6 +73,21 @@ class DecoderConfig:
     init_std: float = 0.02
     loss_chunk_tokens: int = 1024
     mlp_chunk_tokens: int | None = None
+    num_experts: int = 0
+    num_experts_per_token: int = 2
+    expert_intermediate_size: int | None = None
+    num_shared_experts: int = 0
+    num_dense_layers: int = 0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True
+    router_scale: float = 1.0
+    num_expert_groups: int = 1
+    num_groups_per_token: int = 1
+    capacity_factor: float | None = None
+    balance_loss: float = 0.0
+    balance_scope: Literal["global", "sequence", "microbatch"] = "global"
+    router_z_loss: float = 0.0
+    balance_bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = self._wrong_values()
@@ -72,14 +101,17 @@ class DecoderConfig:
         if wrong:
             raise ValueError("decoder config:\n  " + "\n  ".join(wrong))
 
+    @property
+    def expert_width(self) -> int:
+        """F of one expert."""
+        return self.expert_intermediate_size or self.intermediate_size
+
     def _wrong_values(self) -> list[str]:
         wrong = []
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings",
                      "loss_chunk_tokens", "mlp_chunk_tokens", "num_kv_heads", "head_dim"):  # fmt: skip
-            value = getattr(self, name)
-            optional = name in ("num_kv_heads", "head_dim", "mlp_chunk_tokens") and value is None
-            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                wrong.append(f"{name}={value!r}: must be an integer of at least 1")
+            optional = name in ("num_kv_heads", "head_dim", "mlp_chunk_tokens") and getattr(self, name) is None
+            wrong += [] if optional else self._wrong_integer(name, 1)
         for name, choices in (("norm", ("rms", "layer")), ("positions", ("rope", "learned")), ("mlp", ("swiglu", "gelu"))):
             if getattr(self, name) not in choices:
                 wrong.append(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
@@ -90,12 +122,74 @@ class DecoderConfig:
                 wrong.append(f"{name}={getattr(self, name)}: must be positive")
         if not self.init_std >= 0:
             wrong.append(f"init_std={self.init_std}: must not be negative")
+        wrong += self._wrong_expert_values()
         if wrong:
             return wrong
         if self.head_dim is None and self.hidden_size % self.num_heads:
             wrong.append(f"num_heads={self.num_heads}: must divide hidden_size={self.hidden_size}, or give head_dim")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             wrong.append(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}, so that every group is full")
+        return wrong
+
+    def _wrong_integer(self, name: str, least: int) -> list[str]:
+        value = getattr(self, name)
+        right = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return [] if right else [f"{name}={value!r}: must be an integer of at least {least}"]
+
+    def _wrong_expert_values(self) -> list[str]:
+        if wrong := self._wrong_integer("num_experts", 0):
+            return wrong
+        if not self.num_experts:
+            return [
+                f"{field.name}={getattr(self, field.name)!r}: is of no use without num_experts; give num_experts, or leave it out"
+                for field in fields(self)
+                if field.name in _EXPERT_FIELDS and getattr(self, field.name) != field.default
+            ]
+        for name, least in (("num_experts_per_token", 1), ("num_shared_experts", 0), ("num_dense_layers", 0), ("num_expert_groups", 1),
+                            ("num_groups_per_token", 1)):  # fmt: skip
+            wrong += self._wrong_integer(name, least)
+        if self.expert_intermediate_size is not None:
+            wrong += self._wrong_integer("expert_intermediate_size", 1)
+        for name, choices in (("router_scores", ("softmax", "sigmoid")), ("balance_scope", ("global", "sequence", "microbatch"))):
+            if getattr(self, name) not in choices:
+                wrong.append(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+        for name in ("balance_loss", "router_z_loss", "balance_bias_rate"):
+            if not getattr(self, name) >= 0:
+                wrong.append(f"{name}={getattr(self, name)}: must not be negative; 0 turns it off")
+        for name in ("router_scale", "capacity_factor"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                wrong.append(f"{name}={value}: must be positive" + (", or None to drop no token" if name == "capacity_factor" else ""))
+        return wrong or self._wrong_expert_relations()
+
+    def _wrong_expert_relations(self) -> list[str]:
+        wrong, experts, groups = [], self.num_experts, self.num_expert_groups
+        if self.mlp != "swiglu":
+            wrong.append(f"mlp={self.mlp!r}: must be 'swiglu' with num_experts={experts}: experts have no other form")
+        if self.bias:
+            wrong.append(f"bias=True: must be False with num_experts={experts}: experts have no bias")
+        if self.mlp_chunk_tokens is not None:
+            wrong.append(
+                f"mlp_chunk_tokens={self.mlp_chunk_tokens}: must be None with num_experts={experts}: experts do not run in chunks; "
+                "recompute the layers instead (activation_checkpointing)"
+            )
+        if isinstance(self.num_layers, int) and self.num_dense_layers >= self.num_layers:
+            wrong.append(f"num_dense_layers={self.num_dense_layers}: must be below num_layers={self.num_layers}, or leave num_experts out")
+        if self.num_experts_per_token > experts:
+            wrong.append(f"num_experts_per_token={self.num_experts_per_token}: must be at most num_experts={experts}")
+        if experts % groups:
+            return [*wrong, f"num_expert_groups={groups}: must divide num_experts={experts}"]
+        if self.num_groups_per_token > groups:
+            return [*wrong, f"num_groups_per_token={self.num_groups_per_token}: must be at most num_expert_groups={groups}"]
+        reachable = experts // groups * self.num_groups_per_token
+        if groups > 1 and self.num_experts_per_token > reachable:
+            wrong.append(
+                f"num_experts_per_token={self.num_experts_per_token}: must be at most the {reachable} experts of "
+                f"num_groups_per_token={self.num_groups_per_token} groups"
+            )
+        if groups > 1 and self.router_scores == "sigmoid" and experts // groups < 2:
+            wrong.append(f"num_expert_groups={groups}: groups must hold 2 experts at least with router_scores='sigmoid', the score of one "
+                         "being the sum of its two best")  # fmt: skip
         return wrong
 
     @classmethod
@@ -116,3 +210,7 @@ class DecoderConfig:
         if missing:
             raise ValueError(f"decoder config needs {', '.join(missing)}: give them, or name a preset")
         return cls(**values)
+
+
+_NAMES = [field.name for field in fields(DecoderConfig)]
+_EXPERT_FIELDS = _NAMES[_NAMES.index("num_experts") + 1 :]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.models.config import DecoderConfig
 from lightning_megascale.models.layers import Attention, DecoderBlock, FeedForward, LanguageModelHead, Rotation, make_norm
+from lightning_megascale.models.moe import GroupedExperts, MixtureOfExperts, Router
 
 __all__ = ["Decoder", "DecoderBlock", "DecoderConfig"]
 
@@ -36,7 +37,7 @@ class Decoder(nn.Module):
         learned = config.positions == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.embed_dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(_block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(_block(config, layer) for layer in range(config.num_layers))
         self.norm = make_norm(config.norm, config.hidden_size, config.norm_eps, config.bias)
         self.head = LanguageModelHead(config.hidden_size, config.vocab_size, chunk_tokens=config.loss_chunk_tokens)
         self.tie_weights()
@@ -63,10 +64,15 @@ class Decoder(nn.Module):
         Source: Radford et al. 2019, "GPT-2", section 2.3: N(0, init_std), projections that write to the residual stream scaled by
             1 / sqrt(2 * num_layers), one for each of their additions.
         """
+        std = self.config.init_std
+        residual_std = std / math.sqrt(2 * self.config.num_layers)
         if isinstance(module, nn.Linear | nn.Embedding):
             residual = name.rpartition(".")[2] in ("o_proj", "down_proj")
-            std = self.config.init_std / (math.sqrt(2 * self.config.num_layers) if residual else 1.0)
-            nn.init.normal_(module.weight, mean=0.0, std=std)
+            nn.init.normal_(module.weight, mean=0.0, std=residual_std if residual else std)
+        elif isinstance(module, Router):
+            module.reset_parameters(std)
+        elif isinstance(module, GroupedExperts):
+            module.reset_parameters(std, residual_std)
         elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
             nn.init.ones_(module.weight)
         bias = getattr(module, "bias", None)
@@ -115,24 +121,41 @@ class Decoder(nn.Module):
         """Which module plays which role; the embeddings, positions too, are split by rows."""
         config = self.config
         embeddings = ["embed_tokens"] + (["embed_positions"] if config.positions == "learned" else [])
-        attention, mlp = "layers.*.attention", "layers.*.mlp"
+        attention, moe, mlps = "layers.*.attention", _moe_layers(config), _feed_forwards(config)
+        inner = (["gate_proj"] if config.mlp == "swiglu" else []) + ["up_proj"]
         return ModelLayout(
             blocks="layers.*",
             first=[*embeddings, "embed_dropout"],
             last=["norm", "head"],
             attention=attention,
-            mlp=mlp,
-            colwise=[f"{attention}.{name}_proj" for name in "qkv"]
-            + [f"{mlp}.{name}" for name in (["gate_proj"] if config.mlp == "swiglu" else []) + ["up_proj"]],
-            rowwise=[f"{attention}.o_proj", f"{mlp}.down_proj"],
+            mlp=mlps,
+            colwise=[f"{attention}.{name}_proj" for name in "qkv"] + [f"{mlp}.{name}" for mlp in mlps for name in inner],
+            rowwise=[f"{attention}.o_proj"] + [f"{mlp}.down_proj" for mlp in mlps],
             norms=["layers.*.attention_norm", "layers.*.mlp_norm", "norm"],
             replicated=[f"{attention}.q_norm", f"{attention}.k_norm"] if config.qk_norm else [],
             embedding=embeddings,
             head="head",
+            experts=[f"{layer}.mlp.experts" for layer in moe],
+            router=[f"{layer}.mlp.router" for layer in moe],
         )
 
 
-def _block(config: DecoderConfig) -> DecoderBlock:
+def _moe_layers(config: DecoderConfig) -> list[str]:
+    """Patterns of the blocks with experts: one for all where all have them."""
+    if not config.num_experts:
+        return []
+    return [f"layers.{layer}" for layer in range(config.num_dense_layers, config.num_layers)] if config.num_dense_layers else ["layers.*"]
+
+
+def _feed_forwards(config: DecoderConfig) -> list[str]:
+    """Patterns of the feed-forwards that every token takes: those of dense blocks, and shared experts."""
+    if not config.num_experts:
+        return ["layers.*.mlp"]
+    dense = [f"layers.{layer}.mlp" for layer in range(config.num_dense_layers)]
+    return dense + ([f"{layer}.mlp.shared" for layer in _moe_layers(config)] if config.num_shared_experts else [])
+
+
+def _block(config: DecoderConfig, layer: int) -> DecoderBlock:
     attention = Attention(
         config.hidden_size,
         config.num_heads,
@@ -142,6 +165,31 @@ def _block(config: DecoderConfig) -> DecoderBlock:
         qk_norm=config.norm if config.qk_norm else None,
         norm_eps=config.norm_eps,
     )
-    mlp = FeedForward(config.hidden_size, config.intermediate_size, kind=config.mlp, bias=config.bias, chunk_tokens=config.mlp_chunk_tokens)
+    mlp = _mixture(config) if config.num_experts and layer >= config.num_dense_layers else _feed_forward(config, config.intermediate_size)
     attention_norm, mlp_norm = (make_norm(config.norm, config.hidden_size, config.norm_eps, config.bias) for _ in range(2))
     return DecoderBlock(attention, mlp, attention_norm, mlp_norm, config.dropout)
+
+
+def _feed_forward(config: DecoderConfig, width: int) -> FeedForward:
+    return FeedForward(config.hidden_size, width, kind=config.mlp, bias=config.bias, chunk_tokens=config.mlp_chunk_tokens)
+
+
+def _mixture(config: DecoderConfig) -> MixtureOfExperts:
+    router = Router(
+        config.hidden_size,
+        config.num_experts,
+        config.num_experts_per_token,
+        scores=config.router_scores,
+        normalize=config.normalize_top_k,
+        scale=config.router_scale,
+        num_groups=config.num_expert_groups,
+        groups_per_token=config.num_groups_per_token,
+        capacity_factor=config.capacity_factor,
+        balance_loss=config.balance_loss,
+        balance_scope=config.balance_scope,
+        z_loss=config.router_z_loss,
+        bias_rate=config.balance_bias_rate,
+    )
+    experts = GroupedExperts(config.num_experts, config.hidden_size, config.expert_width)
+    shared = _feed_forward(config, config.num_shared_experts * config.expert_width) if config.num_shared_experts else None
+    return MixtureOfExperts(router, experts, shared)

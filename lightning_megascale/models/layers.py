@@ -168,7 +168,7 @@ class DecoderBlock(nn.Module):
     Source: Radford et al. 2019, "GPT-2", section 2.3 (norm moved to the input of each sub-block).
     """
 
-    def __init__(self, attention: Attention, mlp: FeedForward, attention_norm: nn.Module, mlp_norm: nn.Module, dropout: float = 0.0):
+    def __init__(self, attention: Attention, mlp: nn.Module, attention_norm: nn.Module, mlp_norm: nn.Module, dropout: float = 0.0):
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
