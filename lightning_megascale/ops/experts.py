@@ -117,12 +117,6 @@ class _Groups:
         return list(zip([0, *ends], ends))
 
 
-def _activated(gate_up_RG: Tensor, weight_R1: Tensor) -> Tensor:
-    """(R, F): silu(gate) * up * weight."""
-    gate_RF, up_RF = gate_up_RG.chunk(2, dim=-1)
-    return F.silu(gate_RF).mul_(up_RF).mul_(weight_R1)
-
-
 class _SwigluExperts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -135,40 +129,43 @@ class _SwigluExperts(torch.autograd.Function):
         groups = _Groups.of(indices_TK, gate_up_EGD.shape[0])
         gate_up_RG = groups.matmul(groups.gather(hidden_TD), gate_up_EGD.transpose(1, 2))
         ctx.save_for_backward(hidden_TD, weights_TK, gate_up_EGD, down_EDF, gate_up_RG, groups.order_S, groups.offsets_E)
-        activated_RF = _activated(gate_up_RG, groups.gather_weights(weights_TK))
+        gate_RF, up_RF = gate_up_RG.chunk(2, dim=-1)
+        activated_RF = F.silu(gate_RF).mul_(up_RF).mul_(groups.gather_weights(weights_TK))
         return groups.combine(groups.matmul(activated_RF, down_EDF.transpose(1, 2)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, Tensor | None]:
-        if len(ctx.saved_tensors) == 4:  # no token came: nothing to learn, but every parameter has a gradient
-            hidden, weights, gate_up, down = (torch.zeros_like(saved) for saved in ctx.saved_tensors)
+        saved = ctx.saved_tensors  # asked for once, as checkpoints want it
+        if len(saved) == 4:  # no token came: nothing to learn, but every parameter has a gradient
+            hidden, weights, gate_up, down = map(torch.zeros_like, saved)
             return hidden, None, weights, gate_up, down
-        hidden_TD, weights_TK, gate_up_EGD, down_EDF, gate_up_RG, order_S, offsets_E = ctx.saved_tensors
+        hidden_TD, weights_TK, gate_up_EGD, down_EDF, gate_up_RG, order_S, offsets_E = saved
         groups = _Groups(order_S, offsets_E, ctx.top_k)
         needs_hidden, _, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad
+        gate_RF, up_RF = gate_up_RG.chunk(2, dim=-1)
         weight_R1 = groups.gather_weights(weights_TK)
         gradient_RD = groups.gather(gradient_TD)
-        d_down_EDF = groups.outer(gradient_RD, _activated(gate_up_RG, weight_R1)) if needs_down else None
-        if not (needs_hidden or needs_weights or needs_gate_up):
-            return None, None, None, None, d_down_EDF
-        d_activated_RF = groups.matmul(gradient_RD, down_EDF)
-        del gradient_RD
-        gate_RF, up_RF = gate_up_RG.chunk(2, dim=-1)
         silu_RF = F.silu(gate_RF)
-        d_weights_TK = None
+        activated_RF = silu_RF * up_RF
+        d_activated_RF = groups.matmul(gradient_RD, down_EDF)  # of the weighted ones
+        d_weights_TK = d_down_EDF = d_hidden_TD = d_gate_up_EGD = None
         if needs_weights:
             wide = torch.promote_types(weights_TK.dtype, hidden_TD.dtype)
-            d_weight_R = (silu_RF * up_RF).mul_(d_activated_RF).sum(-1, dtype=wide)
+            d_weight_R = (activated_RF * d_activated_RF).sum(-1, dtype=wide)
             d_weights_TK = d_weight_R[groups.row_TK].to(weights_TK.dtype)
-        if not (needs_hidden or needs_gate_up):
-            return None, None, d_weights_TK, None, d_down_EDF
-        d_activated_RF.mul_(weight_R1)
-        d_gate_up_RG = torch.empty_like(gate_up_RG)
-        d_gate_RF, d_up_RF = d_gate_up_RG.chunk(2, dim=-1)
-        torch.mul(d_activated_RF, silu_RF, out=d_up_RF)
-        torch.ops.aten.silu_backward.grad_input(d_activated_RF.mul_(up_RF), gate_RF, grad_input=d_gate_RF)
-        del d_activated_RF, silu_RF
-        d_hidden_TD = groups.combine(groups.matmul(d_gate_up_RG, gate_up_EGD)) if needs_hidden else None
-        d_gate_up_EGD = groups.outer(d_gate_up_RG, groups.gather(hidden_TD)) if needs_gate_up else None
+        if needs_down:
+            d_down_EDF = groups.outer(gradient_RD, activated_RF.mul_(weight_R1))
+        del gradient_RD, activated_RF
+        if needs_hidden or needs_gate_up:
+            d_activated_RF.mul_(weight_R1)
+            d_gate_up_RG = torch.empty_like(gate_up_RG)
+            d_gate_RF, d_up_RF = d_gate_up_RG.chunk(2, dim=-1)
+            torch.mul(d_activated_RF, silu_RF, out=d_up_RF)
+            torch.ops.aten.silu_backward.grad_input(d_activated_RF.mul_(up_RF), gate_RF, grad_input=d_gate_RF)
+            del d_activated_RF, silu_RF
+            if needs_hidden:
+                d_hidden_TD = groups.combine(groups.matmul(d_gate_up_RG, gate_up_EGD))
+            if needs_gate_up:
+                d_gate_up_EGD = groups.outer(d_gate_up_RG, groups.gather(hidden_TD))
         return d_hidden_TD, None, d_weights_TK, d_gate_up_EGD, d_down_EDF

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megascale.models.decoder import Decoder
-from lightning_megascale.models.presets import PRESETS, count_parameters
+from lightning_megascale.models.presets import PRESETS, count_active_parameters, count_parameters
 
 
 def counted(config):
@@ -31,6 +31,59 @@ def test_every_choice_is_counted():
             head_dim=24,
         )  # fmt: skip
         assert count_parameters(config) == counted(config), config
+
+
+def test_every_choice_of_experts_is_counted():
+    for shared, dense, width, bias_rate in product((0, 1, 3), (0, 1, 2), (None, 40), (0.0, 0.001)):
+        config = replace(
+            PRESETS["tiny_moe"], num_shared_experts=shared, num_dense_layers=dense, expert_intermediate_size=width,
+            balance_bias_rate=bias_rate,
+        )  # fmt: skip
+        assert count_parameters(config) == counted(config), config
+        assert count_active_parameters(config) == used_by_one_token(config), config
+
+
+def used_by_one_token(config):
+    """The parameters with a gradient, of experts those rows with one, after a forward of one token; the embedding counted whole."""
+    torch.manual_seed(0)
+    model = Decoder(config)
+    model(torch.zeros(1, 1, dtype=torch.long), labels=torch.zeros(1, 1, dtype=torch.long))[0].backward()
+    total = 0
+    for name, parameter in model.named_parameters():
+        if "mlp.experts." in name:
+            total += sum(part.numel() for part in parameter.grad if part.any())
+        else:
+            total += parameter.numel()
+    return total
+
+
+def test_published_numbers_of_mixtures():
+    assert count_parameters(PRESETS["mixtral_8x7b"]) == 46_702_792_704
+    assert count_active_parameters(PRESETS["mixtral_8x7b"]) == 12_879_925_248  # "12.9 billion"
+    assert count_parameters(PRESETS["moe_30b"]) == 30_532_122_624
+    assert 3.3e9 < count_active_parameters(PRESETS["moe_30b"]) < 3.4e9
+    assert 1.0e12 < count_parameters(PRESETS["moe_1t"]) < 1.05e12
+    assert 34e9 < count_active_parameters(PRESETS["moe_1t"]) < 36e9
+    assert all(count_active_parameters(config) == count_parameters(config) for config in PRESETS.values() if not config.num_experts)
+
+
+def test_mixtures_count_as_transformers_do():
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    mixtral, qwen = PRESETS["mixtral_8x7b"], PRESETS["moe_30b"]
+    with torch.device("meta"):
+        peers = {
+            MixtralForCausalLM(MixtralConfig()): mixtral,  # whose defaults are those of 8x7B
+            Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(
+                    vocab_size=qwen.vocab_size, hidden_size=qwen.hidden_size, num_hidden_layers=qwen.num_layers, num_experts=128,
+                    num_attention_heads=qwen.num_heads, num_key_value_heads=qwen.num_kv_heads, head_dim=qwen.head_dim,
+                    intermediate_size=qwen.intermediate_size, moe_intermediate_size=768, num_experts_per_tok=8,
+                )
+            ): qwen,
+        }  # fmt: skip
+    for peer, config in peers.items():
+        assert sum(parameter.numel() for parameter in peer.parameters()) == count_parameters(config)
 
 
 def test_published_numbers():
