@@ -111,6 +111,39 @@ def build_mesh(
     return MeshViews(root, sizes, batch, loss, data, tensor, pipeline, context, ring, heads)
 
 
+@dataclass(frozen=True)
+class ExpertViews:
+    """The ranks of dp_shard x cp x tp, regrouped for experts.
+
+    Args:
+        shard: 1-D (expert_shard) or 2-D (dp_replicate, expert_shard) mesh for ``fully_shard`` of experts.
+        expert: the ep axis: ranks that hold other experts; None where each holds all.
+    """
+
+    shard: DeviceMesh
+    expert: DeviceMesh | None
+
+
+def expert_views(views: MeshViews, expert_parallel_size: int) -> ExpertViews:
+    """Makes the views of experts; every rank must call it.
+
+    Args:
+        views: the run's mesh.
+        expert_parallel_size: ep, a divisor of dp_shard x cp x tp. Neighbours in the mesh are one group: ep = tp is the tp axis itself.
+    """
+    root = views.root
+    if expert_parallel_size == views.sizes["tp"] > 1:
+        return ExpertViews(views.data, root["tp"])
+    inner, expert = _view(root, ("dp_shard", "cp", "tp"), "inner"), None
+    shard = inner
+    if expert_parallel_size > 1:
+        split = inner._unflatten(0, (inner.size() // expert_parallel_size, expert_parallel_size), ("expert_shard", "ep"))
+        shard, expert = split["expert_shard"], split["ep"]
+    if views.sizes["dp_replicate"] > 1:
+        shard = DeviceMesh._concatenate([root["dp_replicate"], shard])
+    return ExpertViews(shard, expert)
+
+
 def compatible_mesh(views: MeshViews) -> DeviceMesh:
     """A 2-D view ("data_parallel", "tensor_parallel") for a ``configure_model`` written for Lightning's ModelParallelStrategy.
 

@@ -142,6 +142,9 @@ FEATURES = (
     Feature("dropout", "dropout"),
     Feature("family", "llama-like"),
     Feature("family", "gpt-like"),
+    Feature("family", "moe-like"),
+    Feature("family", "ep2", lambda plan: plan.expert_parallel_size > 1),  # the same model, its experts dealt out over 2 or 4 ranks
+    Feature("family", "ep4"),
 )
 
 # (feature, feature) -> why the pair is refused.
@@ -180,6 +183,13 @@ for _schedule in ZERO_BUBBLE_SCHEDULES:
             "a zero-bubble schedule looks for the weights after the forward, and resharded ones lose their gradients without an error: use "
             "reshard_after_forward='auto' or False"
         ),
+        frozenset((_schedule, "moe-like")): (
+            "experts own their weights in one function, whose backward a zero-bubble schedule runs twice: use 'Interleaved1F1B' or '1F1B'"
+        ),
+        **{
+            frozenset((_schedule, _experts)): "a zero-bubble schedule takes no model with experts: use 'Interleaved1F1B' or '1F1B'"
+            for _experts in ("ep2", "ep4")
+        },
         frozenset((_schedule, "accumulate 2, reduce every")): (
             "a zero-bubble schedule adds weight gradients up by itself, after the backward that a reduction follows: use "
             "reduce_gradients='last'"
@@ -192,6 +202,12 @@ for _schedule in ZERO_BUBBLE_SCHEDULES:
             for axes in _TENSOR_PIPELINES
         },
     }
+
+
+def _expert_ranks(axes: str) -> int:
+    """dp_shard x cp x tp of the case that proves a choice of axes."""
+    sizes = {"fsdp2": 2, "hsdp": 2, "cp2": 2, "cp4": 4, "tp": 2, "tp+sp": 2}
+    return prod(sizes.get(part, 1) for part in axes.split(" x "))
 
 
 def _meaningless() -> frozenset[frozenset[str]]:
@@ -208,6 +224,7 @@ def _meaningless() -> frozenset[frozenset[str]]:
     pairs += [(name, "no pipeline") for name in piped]
     pairs += [(name, other) for name in axes if name not in piped for other in (*SCHEDULES, "split by hand")]
     pairs += [("no pipeline", "split by hand")]
+    pairs += [(experts, name) for experts, size in (("ep2", 2), ("ep4", 4)) for name in axes if _expert_ranks(name) % size]
     pairs += [("sums in bfloat16", precision) for precision in ("float64", "float32")]
     return frozenset(map(frozenset, pairs))
 
@@ -216,7 +233,6 @@ MEANINGLESS = _meaningless()
 
 # Choices that no test proves yet: asked for, they are refused by name.
 _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda p: p.expert_parallel_size > 1, "expert_parallel_size={p.expert_parallel_size}: expert parallelism"),
     (lambda p: p.cpu_offload, "cpu_offload=True: parameters and optimizer state in host memory"),
     (lambda p: p.loss_parallel, "loss_parallel=True: logits that stay sharded over the vocabulary"),
     (
@@ -224,7 +240,6 @@ _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "reshard_after_forward={p.reshard_after_forward}: resharding to smaller groups",
     ),
     (lambda p: p.reduce_dtype is None, "reduce_dtype=None: a gradient sum in the parameters' dtype"),
-    (lambda p: p.expert_dispatcher != "auto", "expert_dispatcher={p.expert_dispatcher!r}: an expert dispatcher"),
 )
 
 

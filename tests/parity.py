@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_megascale.models.decoder import Decoder, DecoderConfig
 from lightning_megascale.ops.sequence_layout import assign, positions_of
+from lightning_megascale.parallel import expert
 from lightning_megascale.parallel.init import materialize
 from lightning_megascale.parallel.rng import seed_microbatch, seed_stage
 from lightning_megascale.strategies import context_proof
 from lightning_megascale.strategies.trainer import MegascaleStrategy
 from tests.harness import full, run_ranks
+from tests.routing import OneDeviceRouting
 
 SEED, STEPS, ROWS, LENGTH, CLIP = 7, 3, 4, 16, 0.05
 Case = dict[str, str]
@@ -83,12 +85,33 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16-mixed": torc
 HALF = ("bf16-mixed", "bf16-true")
 
 
+MIXTURE: dict[str, Any] = dict(
+    num_experts=4,
+    num_experts_per_token=2,
+    expert_intermediate_size=8,
+    num_shared_experts=1,
+    router_scores="sigmoid",
+    balance_loss=0.05,
+    router_z_loss=0.01,
+    balance_bias_rate=0.01,
+)
+
+
 def pipeline_ranks(case: Case) -> int:
     return AXES[case["axes"]][2].get("pipeline_parallel_size", 1)
 
 
 def context_ranks(case: Case) -> int:
     return AXES[case["axes"]][2].get("context_parallel_size", 1)
+
+
+def expert_ranks(case: Case) -> int:
+    return int(case["family"][2:]) if case["family"].startswith("ep") else 1
+
+
+def dispatcher_of(case: Case) -> str:
+    """Another one from case to case; all of them are proven on their own in tests/ops/test_dispatch.py."""
+    return ("alltoall", "two_hop", "two_hop_dedup")[sum(map(len, case.values())) % 3]
 
 
 def stages_per_rank(case: Case) -> int:
@@ -117,6 +140,8 @@ def plan_of(case: Case) -> dict[str, Any]:
     arguments["label_alignment"] = "aligned"
     if context_ranks(case) > 1:
         arguments.update(context_parallel_method=case["context method"], context_parallel_layout=case["context layout"])
+    if expert_ranks(case) > 1:
+        arguments.update(expert_parallel_size=expert_ranks(case), expert_dispatcher=dispatcher_of(case))
     if pipeline_ranks(case) > 1:
         arguments.update(pipeline_schedule=case["schedule"], pipeline_stages_per_rank=stages_per_rank(case), microbatch_size=1)
         if case["split"] == "split by hand":
@@ -143,6 +168,11 @@ def config_of(case: Case) -> DecoderConfig:
     if context_ranks(case) > 1:
         shape["num_heads"] = 8  # what tensor and context parallelism divide together
     shape["tie_embeddings"] = case["embeddings"] == "tied head"
+    if case["family"] not in ("llama-like", "gpt-like"):
+        shape |= dict(MIXTURE, num_dense_layers=int(layers_of(case) > 2))
+        if case["precision"] in HALF:
+            shape["num_experts_per_token"] = shape["num_experts"]  # two right results may choose otherwise where scores are nearly equal
+        return DecoderConfig(**shape, num_kv_heads=shape["num_heads"] // 2, init_std=0.2)
     if case["family"] == "llama-like":
         return DecoderConfig(**shape, num_kv_heads=shape["num_heads"] // 2, qk_norm=True, init_std=0.2, loss_chunk_tokens=7)
     return DecoderConfig(**shape, norm="layer", positions="learned", mlp="gelu", bias=True, init_std=0.2, loss_chunk_tokens=1000)
@@ -256,6 +286,7 @@ class Recorder(L.Callback):
 def train_parallel(case: Case, arguments: dict[str, Any], proofs: bool = True) -> dict[str, Any]:
     """Runs on every rank; without ``proofs`` the first batch's trials under context parallelism are left out, which cost most there."""
     context_proof._enabled = proofs
+    expert.host_name = partial(two_nodes, expert_ranks(case))
     torch.manual_seed(SEED)
     module, recorder = ParityModule(case), Recorder()
     strategy = MegascaleStrategy(**{**plan_of(case), **arguments})
@@ -287,6 +318,11 @@ def train_parallel(case: Case, arguments: dict[str, Any], proofs: bool = True) -
         "stages": () if strategy._done.pipeline is None else strategy._done.pipeline.stages.units,
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
+
+
+def two_nodes(ep: int) -> str:
+    """As if the ranks of an expert-parallel group were on two machines, half of them on each."""
+    return f"node {torch.distributed.get_rank() % ep // max(ep // 2, 1)}"
 
 
 def _graphs() -> int:
@@ -379,11 +415,12 @@ def train_single(
     optimizer = make_optimizer(model.parameters(), dtype or wanted)
     shares, accumulate, parts = AXES[case["axes"]][1], accumulation_of(case), microbatches_of(case)
     result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
-    data = batches(case)
+    data, routing = batches(case), OneDeviceRouting()
     for step in range(steps):
         optimizer.zero_grad()
         working = _copy(case, model, torch.bfloat16) if half else model
         total, tokens = 0.0, 0
+        routing.attach(working)
         for index in range(step * accumulate, (step + 1) * accumulate):
             for share in range(shares):
                 for part in range(parts):
@@ -393,7 +430,7 @@ def train_single(
                     number = index * parts + part
                     logits = forward_like_ranks(case, working, batch, number, share, stages).flatten(0, 1)
                     loss = F.cross_entropy(logits.float() if half else logits, batch["labels"].flatten(), reduction="sum")
-                    loss.backward()
+                    (loss + routing.losses()).backward()
                     total, tokens = total + loss.item(), tokens + int((batch["labels"] != -100).sum())
         if half:
             for mine, theirs in zip(model.parameters(), working.parameters()):
@@ -404,6 +441,7 @@ def train_single(
         result["gradients"].append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
+        routing.settle(model, tokens)
     result["parameters"] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return result
 

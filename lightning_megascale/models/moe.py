@@ -18,7 +18,6 @@ from lightning_megascale.ops.balance import (
     RoutingCounts,
     Share,
     expert_fractions,
-    in_backward,
     is_counted,
     labels_per_token,
     load_balancing_loss,
@@ -54,6 +53,7 @@ class Router(nn.Module):
             microbatches, then the labels of that step. Zeros before the first; the strategy writes it.
         counts: what was counted so far, None before the first forward of training.
         share_counts: sums a tensor over the ranks that hold other parts of the same rows; the strategy sets it.
+        own_tokens: takes the tokens that this router sees from a (B, L) mask of the rank's; the strategy sets it.
 
     Source: Shazeer et al. 2017, "Outrageously large neural networks"; DeepSeek-AI 2024, "DeepSeek-V3", equations 12 to 16; Lepikhin et
         al. 2020, "GShard", arXiv 2006.16668, section 3 (groups and capacity).
@@ -92,6 +92,7 @@ class Router(nn.Module):
         self.last_step: Tensor
         self.counts: RoutingCounts | None = None
         self.share_counts: Share | None = None
+        self.own_tokens: Share | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -155,13 +156,13 @@ class Router(nn.Module):
     def _observe(
         self, logits_BLE: Tensor, scores_BLE: Tensor, indices_BLK: Tensor, weights_BLK: Tensor, dropped_BLK: Tensor | None
     ) -> Tensor:
-        """Counts a training forward, and joins the losses to the weights. A checkpoint's second run must do the same to autograd, but
-        neither counts nor looks at the microbatch, which may be another one by then."""
+        """Counts a training forward, and joins the losses to the weights. A checkpoint's second run must make the same numbers, which its
+        backward reads, and does not count."""
         wanted = self.training and torch.is_grad_enabled() and (self.balance_loss > 0 or self.z_loss > 0)
         counted = is_counted(self) and not logits_BLE.is_meta
         if not (wanted or counted):
             return weights_BLK
-        mask_BL = None if in_backward() else token_mask(logits_BLE.shape[:-1])
+        mask_BL = token_mask(logits_BLE.shape[:-1], self.own_tokens)
         normal = self.scores == "softmax"
         p_BLE = scores_BLE if normal else scores_BLE / (scores_BLE.sum(-1, keepdim=True) + 1e-20)
         if counted:
@@ -177,7 +178,7 @@ class Router(nn.Module):
         return add_auxiliary_loss(weights_BLK, loss, tokens=tokens, labels_per_token=labels_per_token(self.last_step, self.top_k))
 
     def _fractions(self, indices_BLK: Tensor, mask_BL: Tensor | None) -> Tensor:
-        if self.balance_scope == "global" or in_backward():  # the second run's fractions are not used
+        if self.balance_scope == "global":
             return step_fractions(self.last_step)
         by_row = self.balance_scope == "sequence"
         return expert_fractions(indices_BLK, self.num_experts, mask_BL, by_row=by_row, share=self.share_counts)

@@ -5,6 +5,8 @@ What a layer must know of the microbatch it runs on, and cannot see in its input
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,17 @@ _current: list[MicrobatchWeight] = [MicrobatchWeight(1.0)]
 def set_microbatch_weight(weight: MicrobatchWeight) -> None:
     """The auxiliary losses of the forward that follows are weighted by it. For the strategy, not for models."""
     _current[0] = weight
+
+
+@contextmanager
+def weighed_as(weight: MicrobatchWeight) -> Iterator[None]:
+    """Inside, auxiliary losses have this weight; afterwards again the one they had."""
+    before = _current[0]
+    set_microbatch_weight(weight)
+    try:
+        yield
+    finally:
+        set_microbatch_weight(before)
 
 
 def current_token_mask() -> Tensor | None:

@@ -191,11 +191,12 @@ def is_counted(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled() and not in_backward()
 
 
-def token_mask(shape: Sequence[int]) -> Tensor | None:
+def token_mask(shape: Sequence[int], own: Callable[[Tensor], Tensor] | None = None) -> Tensor | None:
     """Bool tensor of ``shape``: the tokens of the current microbatch that are no padding; None: all of them.
 
     Args:
-        shape: of the tokens that a layer sees, (B, L) or (T,).
+        shape: of the tokens that a layer sees, (B, L) or (T,). A step may leave the last tokens of its rows out.
+        own: takes from (B, L) the tokens that the layer sees, where those are a slice.
 
     Raises:
         ValueError: when the mask is of another number of tokens.
@@ -203,6 +204,10 @@ def token_mask(shape: Sequence[int]) -> Tensor | None:
     mask = current_token_mask()
     if mask is None:
         return None
+    if own is not None:
+        mask = own(mask)
+    if len(shape) == 2 and mask.shape[0] == shape[0] and mask.shape[1] > shape[1]:
+        mask = mask[:, : shape[1]]
     if mask.numel() != math.prod(shape):
         raise ValueError(
             f"the microbatch's mask of tokens has shape {tuple(mask.shape)}, the layer's tokens {tuple(shape)}: both must hold the same "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from lightning_megascale.mesh import MeshViews
@@ -27,8 +28,10 @@ def apply_data_parallel(
     reduce_dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
     pipelined: bool = False,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shards every block as one unit and what is left of each root as another.
+    """Shards every block as one unit and what is left of each root as another; experts that regroup the ranks are units inside of blocks.
 
     Args:
         roots: modules whose forward the step calls.
@@ -41,6 +44,7 @@ def apply_data_parallel(
         cpu_offload: parameters, gradients and optimizer state stay in host memory.
         pipelined: the roots are pipeline stages: "auto" keeps all parameters until the schedule ends, since every microbatch needs them;
             what leaves a stage keeps its dtype, and the last stage's output is cast where the loss is computed.
+        experts: modules of experts that lie on a mesh of their own, ``expert_mesh``.
     """
     policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy()}
     block_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -48,6 +52,12 @@ def apply_data_parallel(
     root_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
     block_reshard: bool | int = not pipelined if reshard_after_forward == "auto" else reshard_after_forward  # type: ignore[assignment]
     root_reshard = reshard_after_forward is True
+    for module in experts:
+        assert expert_mesh is not None
+        # what they are called with is in the right dtypes already, and weights of tokens stay as exact as the router made them
+        exact = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        placement = _second_dim if _too_few(module, expert_mesh) else None
+        fully_shard(module, mesh=expert_mesh, reshard_after_forward=block_reshard, mp_policy=exact, shard_placement_fn=placement, **policy)
     for block in blocks:
         policy["ignored_params"] = _without_dims(block)
         fully_shard(block, mesh=views.data, reshard_after_forward=block_reshard, mp_policy=block_policy, **policy)
@@ -59,6 +69,27 @@ def apply_data_parallel(
             _look_once(root)
             if not pipelined:
                 root.register_forward_hook(_drop_whole_copy)
+
+
+def _too_few(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether there are fewer experts on a rank than ranks that shard them."""
+    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return any(local.shape[0] < mesh.size(mesh.ndim - 1) for local in locals_)
+
+
+def _second_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(1)
+
+
+def prefetch_in_order(roots: Iterable[nn.Module], blocks: Iterable[nn.Module]) -> None:
+    """Tells the units of blocks with experts what comes next: FSDP2's own order sees the experts of a block only once it is there. Units of
+    one root only: another root (a rank's other pipeline stage) runs at its own time."""
+    inside = {id(unit) for block in blocks for unit in units_of(block)}
+    for root in roots:
+        order = [unit for unit in units_of(root) if id(unit) in inside]
+        for unit, following in zip(order, order[1:]):
+            unit.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([unit])
 
 
 def _look_once(unit: nn.Module) -> None:
@@ -173,7 +204,7 @@ def remaining(parameters: Iterable[nn.Parameter], partial: set[int], views: Mesh
         covered = set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
         if id(parameter) in partial:
             over.tensor.append(parameter)
-        if not covered & {"dp_shard", "fsdp", "data_parallel"}:
+        if not covered & {"dp_shard", "fsdp", "data_parallel", "expert_shard", "inner"}:
             over.loss.append(parameter)
         elif views.sizes["dp_replicate"] > 1 and "dp_replicate" not in covered:
             over.replicate.append(parameter)

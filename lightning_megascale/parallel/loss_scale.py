@@ -96,6 +96,18 @@ def weigh(batch: Any, loss_weight: str, label_alignment: str | None, device: tor
     return None if rows is None else Weights(torch.tensor(float(rows), dtype=torch.float64, device=device))
 
 
+def real_tokens(batch: Any) -> torch.Tensor | None:
+    """Bool (B, L): which tokens of a batch are no padding, by its ``attention_mask`` (B, L), else by ``document_ids`` (negative: none);
+    None where the batch tells nothing, and all are."""
+    batch = vars(batch) if is_dataclass(batch) else batch
+    if not isinstance(batch, Mapping):
+        return None
+    mask, documents = batch.get("attention_mask"), batch.get("document_ids")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return mask.bool() if not mask.is_floating_point() else mask > 0
+    return documents >= 0 if isinstance(documents, torch.Tensor) and documents.ndim == 2 else None
+
+
 def weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``loss * weight``, and exactly 0 with zero gradients where nothing counts (a mean over nothing is NaN)."""
     loss = loss if loss.dtype.itemsize >= 4 else loss.float()
@@ -111,6 +123,8 @@ class LossScale:
         self._agreement = Agreement()
         self._pending_check: torch.Tensor | None = None
         self.step_loss: torch.Tensor | None = None
+        self.step_labels: torch.Tensor | None = None
+        """What the last step counted over all ranks (N), 0-dim float64."""
 
     def restart(self) -> None:
         """Forgets the microbatches counted so far: their gradients were zeroed."""
@@ -137,7 +151,7 @@ class LossScale:
         """
         self.raise_if_wrong()
         counts = self._reduced(weights.products(loss), group)
-        self.step_loss = counts[4] / counts[0]
+        self.step_loss, self.step_labels = counts[4] / counts[0], counts[0]
         return weights.used / torch.where(counts[0] > 0, counts[0], 1.0)
 
     def note(self, agreement: Agreement) -> None:
@@ -174,7 +188,7 @@ class LossScale:
             return
         counts = self._reduced(counts, group)
         tokens = counts[0]
-        self.step_loss = counts[4] / tokens
+        self.step_loss, self.step_labels = counts[4] / tokens, tokens
         scale_gradients(gradients, torch.where(tokens > 0, 1.0 / tokens, torch.zeros_like(tokens)))
 
     def raise_if_wrong(self) -> None:

@@ -8,12 +8,13 @@ from torch import nn
 
 from lightning_megascale.layout import ModelLayout, guess_layout
 from lightning_megascale.parallel.context_seams import check_context
+from lightning_megascale.parallel.expert import check_experts, regroups_ranks
 from lightning_megascale.parallel.layouts import block_names, describe, is_published, roots_of, stage_count, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import unowned_parameters
 from lightning_megascale.parallel.pipeline_split import check_places, check_split
 from lightning_megascale.parallel.published_calls import check_call
 from lightning_megascale.plan import ParallelPlan
-from lightning_megascale.support import ZERO_BUBBLE_SCHEDULES, schedule_name
+from lightning_megascale.support import REFUSED, ZERO_BUBBLE_SCHEDULES, schedule_name
 
 _HUGGING_FACE_SEQUENCES = (
     "sequence_parallel=True with a layout read from a transformers model: its forward makes positions and masks from the length of the "
@@ -46,9 +47,10 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
         assert layout is not None
         if plan.sequence_parallel and is_published(model) and not layout.norms:
             return [_HUGGING_FACE_SEQUENCES]
-        if plan.compile and layout.experts:
-            wrong.append("compile=True and experts dealt out over tensor-parallel ranks: no test proves them together; use compile=False")
-        wrong += check_tensor_parallel(model, layout, plan.tensor_parallel_size, plan.sequence_parallel)
+        deals = not regroups_ranks(plan, layout)
+        wrong += check_tensor_parallel(model, layout, plan.tensor_parallel_size, plan.sequence_parallel, deals_experts=deals)
+    if plan.expert_parallel_size > 1 or (layout is not None and layout.experts):
+        wrong += [message for message in check_experts(model, layout, plan) if message not in wrong]
     if (plan.activation_checkpointing or plan.compile) and not wrong and not block_names(model, layout):
         option = "activation_checkpointing" if plan.activation_checkpointing else "compile"
         wrong.append(
@@ -61,6 +63,7 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
     wrong += _units(model, layout)
     wrong += _published(model, plan) if is_published(model) else []
     wrong += _chunked(model, plan, layout)
+    wrong += _experts(plan, layout)
     if plan.activation_checkpointing == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
         wrong.append(
             "activation_checkpointing='selective' and the model's config.use_cache=True: the cache keeps what is recomputed; set "
@@ -111,6 +114,14 @@ def _chunked(model: nn.Module, plan: ParallelPlan, layout: ModelLayout | None) -
             "other lengths another number of times: name the block that holds it in layout.blocks or units"
         )
     return wrong
+
+
+def _experts(plan: ParallelPlan, layout: ModelLayout | None) -> list[str]:
+    """A message where a schedule would split the backward of experts."""
+    schedule = schedule_name(plan.pipeline_schedule)
+    if layout is None or not layout.experts or plan.pipeline_parallel_size == 1 or schedule not in ZERO_BUBBLE_SCHEDULES:
+        return []
+    return [f"pipeline_schedule={schedule!r} and experts ({layout.experts[0]}): {REFUSED[frozenset((schedule, 'moe-like'))]}"]
 
 
 def _published(model: nn.Module, plan: ParallelPlan) -> list[str]:

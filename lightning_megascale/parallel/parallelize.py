@@ -1,9 +1,9 @@
-"""The fixed order in which the axes are applied to a model: PP split -> TP/SP -> CP -> recompute -> compile -> FSDP2."""
+"""The fixed order in which the axes are applied to a model: PP split -> TP/SP -> CP -> EP -> recompute -> compile -> FSDP2."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -11,10 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_megascale.layout import ModelLayout
-from lightning_megascale.mesh import MeshViews
+from lightning_megascale.mesh import MeshViews, expert_views
 from lightning_megascale.parallel.context import Context
 from lightning_megascale.parallel.context_seams import apply_context
-from lightning_megascale.parallel.data import apply_data_parallel, sum_gradients, units_of
+from lightning_megascale.parallel.data import apply_data_parallel, prefetch_in_order, sum_gradients, units_of
+from lightning_megascale.parallel.expert import apply_experts, regroups_ranks
+from lightning_megascale.parallel.expert_balance import Routers
 from lightning_megascale.parallel.layouts import block_names, is_published, roots_of, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import PassThrough, Pipeline, split_into_stages
 from lightning_megascale.parallel.published_calls import guard_calls
@@ -37,6 +39,7 @@ class Parallelized:
         trainable: names of the whole module's trainable parameters.
         shapes: name and shape of each of the whole module's parameters, in module order; filled under a pipeline.
         context: what attention reads, or None without context parallelism.
+        routers: those of this rank that learn from a whole step, or None.
     """
 
     plan: ParallelPlan
@@ -51,6 +54,7 @@ class Parallelized:
     trainable: tuple[str, ...] = ()
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     context: Context | None = None
+    routers: Routers | None = None
 
 
 def parallelize(
@@ -81,6 +85,8 @@ def parallelize(
     partial: list[str] = []
     proof = None
     roots = roots_of(module, target)
+    regrouped = expert_views(views, plan.expert_parallel_size) if regroups_ranks(plan, layout) else None  # by all ranks of all stages
+    experts: list[nn.Module] = []
     if views.pipeline is not None:
         assert layout is not None
         done.shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
@@ -96,19 +102,26 @@ def parallelize(
         from lightning_megascale.parallel.tensor_roles import Roles
 
         assert layout is not None
-        proof = prepare_proof(target, layout, views.tensor, sequence_parallel=plan.sequence_parallel)
+        proven = layout if regrouped is None else _without_experts(layout, summed=plan.sequence_parallel)
+        proof = prepare_proof(target, proven, views.tensor, sequence_parallel=plan.sequence_parallel)
         partial = split_modules(
             target,
             views.tensor,
-            Roles.of(target, layout),
+            Roles.of(target, layout if regrouped is None else _without_experts(layout)),
             sequence_parallel=plan.sequence_parallel,
             recompute=plan.activation_checkpointing,
             loss_parallel=plan.loss_parallel,
             compiled=bool(plan.compile),
         )
+    done.routers = Routers.of(target, views, sequence_parallel=plan.sequence_parallel)
     if context is not None:
         apply_context(target, layout, context)
         done.context = context
+        if views.context is not None and done.routers is not None:
+            done.routers.count_over(views.context.get_group())
+    if regrouped is not None:
+        assert layout is not None
+        experts = apply_experts(target, layout, views, regrouped, plan)
     if plan.compile:
         for block in blocks:
             block.compile(**(plan.compile if isinstance(plan.compile, Mapping) else {}))
@@ -125,7 +138,11 @@ def parallelize(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         cpu_offload=plan.cpu_offload,
+        experts=experts,
+        expert_mesh=None if regrouped is None else regrouped.shard,
     )
+    if experts:
+        prefetch_in_order(roots, blocks)
     if proof is not None:
         proof.arm(target)
     if is_published(target) and done.pipeline is None:
@@ -138,6 +155,11 @@ def parallelize(
         done.copies = {id(parameters[name]) for group in done.pipeline.tied for name in group[1:] if name in parameters}
     record_units(module, done)
     return done
+
+
+def _without_experts(layout: ModelLayout, *, summed: bool = False) -> ModelLayout:
+    """The layout for tensor parallelism of experts that it does not deal out; ``summed``: each of its ranks has other tokens."""
+    return replace(layout, experts=(), replicated=(*layout.replicated, *(layout.experts if summed else ())))
 
 
 def _own(target: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_megascale.ops.all_to_all import ALL_TO_ALL, SUM_ROWS_BACK
 from lightning_megascale.ops.tensor_parallel import ROW_LINEAR
 from lightning_megascale.parallel.mixin import become
 
@@ -40,9 +41,9 @@ def apply_recompute(blocks: Sequence[nn.Module], mode: str | Collection[type[nn.
 
     Args:
         blocks: the repeated layers.
-        mode: None keeps everything. "full" keeps a block's input. "selective" keeps what is dear to compute and small: the outputs of
-            column-parallel (or all) matmuls and of the attention core, and the sums of row-parallel linears, never the partial products
-            they are made of. A set of classes: every module of these classes inside the blocks is recomputed fully.
+        mode: None keeps everything. "full" keeps a block's input, and what came from experts of other ranks. "selective" keeps what is
+            dear to compute and small: the outputs of column-parallel (or all) matmuls and of the attention core, and the sums of
+            row-parallel linears, never the partial products they are made of. A set of classes: every module of these classes inside the blocks is recomputed fully.
         offload: what a fully recomputed module keeps, its hidden state, goes to host memory until the backward.
 
     Raises:
@@ -81,8 +82,11 @@ def _is_module_class(kind: Any) -> bool:
 
 
 def _recompute(module: nn.Module, mixin: type) -> None:
-    if not isinstance(module, FullRecompute):  # a block that stands in the list twice is wrapped once
-        become(module, mixin)
+    if isinstance(module, FullRecompute):  # a block that stands in the list twice is wrapped once
+        return
+    become(module, mixin)
+    if mixin is not SelectiveRecompute and any(hasattr(child, "ep") for child in module.modules()):
+        module.contexts = partial(create_selective_checkpoint_contexts, _arrived_policy)  # type: ignore[assignment]
 
 
 class FullRecompute:
@@ -112,8 +116,9 @@ class OffloadedRecompute(FullRecompute):
             return call(*args, **kwargs)
         moved: list[Tensor] = []
         rest = _set_apart((args, kwargs), moved)
+        options: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
         with HostMemory():  # reaches the checkpoint's own arguments only: inside of it, its hooks are the innermost
-            return checkpoint(partial(_joined, call), rest, *moved, use_reentrant=False)
+            return checkpoint(partial(_joined, call), rest, *moved, use_reentrant=False, **options)
 
 
 class HostMemory(saved_tensors_hooks):
@@ -173,7 +178,15 @@ def _saved_operators() -> frozenset[Any]:
         packet = getattr(getattr(torch.ops, namespace), name, None)
         if packet is not None:
             found.add(packet.default)
-    return frozenset(found | {ROW_LINEAR})
+    return frozenset(found | {ROW_LINEAR, *ARRIVED})
+
+
+ARRIVED = frozenset((ALL_TO_ALL, SUM_ROWS_BACK, torch.ops.aten.topk.default))
+"""What comes from experts of other ranks, and who was chosen: no token is sent twice, and none gets other experts the second time."""
+
+
+def _arrived_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in ARRIVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.ops.tensor_parallel import TensorAxis, tensor_axis
+from lightning_megascale.parallel.expert_balance import count_over, take_slice
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.tensor_check import check_tensor_parallel
 from lightning_megascale.parallel.tensor_experts import DealtExperts, ExpertState
@@ -117,16 +118,19 @@ def split_modules(
         for name in roles.sharded_dropouts():
             module = become(model.get_submodule(name), SequenceDropout)
             module.tp = axis
+        for name in roles.router:
+            count_over(model.get_submodule(name), mesh_tp.get_group())
+            take_slice(model.get_submodule(name), axis)
     return _partial_names(model, roles, sequence_parallel)
 
 
 def _partial_names(model: nn.Module, roles: Roles, sequence_parallel: bool) -> list[str]:
-    """Norms and row biases see a part of the sequence under sequence parallelism, ``replicated`` modules a part of the heads always, and
-    of a packed linear a rank uses its own features."""
+    """Norms, routers and row biases see a part of the sequence under sequence parallelism, ``replicated`` modules a part of the heads
+    always, and of a packed linear a rank uses its own features."""
     names, part_used = [], {*roles.replicated, *(name for name, _ in roles.packed)}
     for name, module in model.named_modules():
         for key, _ in module.named_parameters(recurse=False):
-            shard_of_sequence = name in roles.norms or (name in roles.rowwise and key == "bias")
+            shard_of_sequence = name in (*roles.norms, *roles.router) or (name in roles.rowwise and key == "bias")
             if name in part_used or (sequence_parallel and shard_of_sequence):
                 names.append(f"{name}.{key}")
     return names

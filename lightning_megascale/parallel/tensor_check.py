@@ -13,7 +13,9 @@ from lightning_megascale.layout import ModelLayout
 from lightning_megascale.parallel.tensor_roles import Roles, features, is_linear, split_dim
 
 
-def check_tensor_parallel(model: nn.Module, layout: ModelLayout, tp: int, sequence_parallel: bool) -> list[str]:
+def check_tensor_parallel(
+    model: nn.Module, layout: ModelLayout, tp: int, sequence_parallel: bool, *, deals_experts: bool = True
+) -> list[str]:
     """Every violated rule as one line: name, value, rule, remedy. Empty when the model can be split.
 
     Args:
@@ -21,6 +23,7 @@ def check_tensor_parallel(model: nn.Module, layout: ModelLayout, tp: int, sequen
         layout: which module plays which role.
         tp: tensor_parallel_size, at least 2.
         sequence_parallel: whether the residual stream is split over the sequence.
+        deals_experts: experts are dealt out over these ranks; False where expert parallelism does it.
     """
     roles = Roles.of(model, layout)
     wrong = _Messages()
@@ -28,6 +31,8 @@ def check_tensor_parallel(model: nn.Module, layout: ModelLayout, tp: int, sequen
     for role in _missing(roles, sequence_parallel):
         wrong.lines.append(role)
     for rule in (_types, _sizes, _packed, _divided, _heads, _partners, _experts, _dropouts, _places, _sharing):
+        if rule is _experts and not deals_experts:
+            continue
         for name, text in rule(roles, tp):
             wrong.add(name, text)
     for name, text in _roleless(roles, sequence_parallel):

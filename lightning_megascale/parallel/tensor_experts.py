@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +36,9 @@ class DealtExperts:
 
     tp: ExpertState
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    @torch.compiler.disable  # rows in numbers that no compiler knows
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        meanwhile = kwargs.pop("meanwhile", None)
         state, count = self.tp, self.num_experts // self.tp.axis.size
         bound = inspect.signature(super().forward).bind(*args, **kwargs)  # type: ignore[misc]
         hidden, indices, weights, *rest = bound.arguments
@@ -45,15 +48,16 @@ class DealtExperts:
         values[hidden] = copied_to_parts(values[hidden], state.axis)
         values[indices] = local.masked_fill(foreign, count)
         values[weights] = copied_to_parts(values[weights], state.axis).masked_fill(foreign, 0)
-        with _own_experts(self, count) as parameters:
+        with own_experts(self, count) as parameters:
             output = super().forward(*bound.args, **bound.kwargs)  # type: ignore[misc]
             for parameter in parameters:  # in the graph even where no token came: every rank has every gradient
                 output = output + parameter.flatten()[:0].sum().to(output.dtype)
-        return reduce_partial(output, state.axis, sequence=False)
+        output = reduce_partial(output, state.axis, sequence=False)
+        return output if meanwhile is None else (output, meanwhile())
 
 
 @contextmanager
-def _own_experts(module: Any, count: int) -> Iterator[list[Tensor]]:
+def own_experts(module: Any, count: int) -> Iterator[list[Tensor]]:
     """The module as one of ``count`` experts, with its parameters as plain local tensors."""
     kept, whole = dict(module._parameters), module.num_experts
     local = {key: own_part(module, value) if isinstance(value, DTensor) else value for key, value in kept.items() if value is not None}

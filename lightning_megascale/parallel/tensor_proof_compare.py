@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, current_token_mask, weighed_as
 from lightning_megascale.ops.tensor_parallel import tensor_axis
 from lightning_megascale.parallel.init import local_part
 from lightning_megascale.parallel.tensor import split_modules
@@ -90,7 +91,8 @@ class Attempt:
         """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.device = next(iter((*tensors, *self.real.parameters()))).device
-        isolated(lambda: self._prove(args, kwargs), self.device)
+        with weighed_as(MicrobatchWeight(1.0, 1.0, current_token_mask())):  # its backward comes before the step's weight is known
+            isolated(lambda: self._prove(args, kwargs), self.device)
 
     def _prove(self, args: tuple, kwargs: dict[str, Any]) -> None:
         has_shards = self.sequence and not self.subject.part.embedding

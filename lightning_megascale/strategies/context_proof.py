@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
 from lightning_megascale.parallel.context import Context
 from lightning_megascale.parallel.context_batch import SequenceCut
 from lightning_megascale.parallel.context_names import names_of
@@ -101,6 +102,7 @@ class ContextProof:
         modes = self._modes = [(m, m.training) for m in module.modules()]
         module.eval()
         metrics.is_muted = True
+        set_microbatch_weight(MicrobatchWeight(1.0))
         try:
             with kept_generators(self._device), LogRecorder(module), torch.compiler.set_stance("force_eager"):
                 yield  # compiled, every length of a trial would be compiled anew

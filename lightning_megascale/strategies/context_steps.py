@@ -115,6 +115,11 @@ class ContextSteps:
         self.context.begin(shard)
         return batch
 
+    @property
+    def real_tokens(self) -> Tensor | None:
+        """Bool (B, S): which places of this rank hold a token."""
+        return None if self._shard is None else self._shard.document_ids >= 0
+
     def restore(self, result: Any) -> Any:
         """A prediction of the whole rows."""
         assert self._shard is not None

@@ -24,7 +24,7 @@ from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microba
 from lightning_megascale.parallel.context import Context
 from lightning_megascale.parallel.context_call import prepare_call
 from lightning_megascale.parallel.layouts import is_published
-from lightning_megascale.parallel.loss_scale import Weights, rows_of, weigh, weighted
+from lightning_megascale.parallel.loss_scale import Weights, real_tokens, rows_of, weigh, weighted
 from lightning_megascale.parallel.microbatches import first_rows, split_rows
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
@@ -207,11 +207,21 @@ class PipelineSteps:
             work.parts, work.batch, work.rows = split_rows(batch, rows, count), batch, rows // count
             work.before = self._state.snapshot()
             calls = self._capture(work)
-            if work.train:
-                work.auxiliary = [MicrobatchWeight(None if (w := self._weigh(part)) is None else w.used) for part in work.parts]
+            work.auxiliary = [self._microbatch(work, number, part) for number, part in enumerate(work.parts)]
             return calls
         except Exception as error:  # noqa: BLE001 - raised on all ranks together
             return error
+
+    def _microbatch(self, work: _Work, number: int, part: Any) -> MicrobatchWeight:
+        """What layers read of a microbatch: the weight of its loss, and which of its tokens are no padding."""
+        if self._context is not None and self._context.whole is not None and self._context.probe is None:
+            tokens = self._context.whole.part(number * work.rows, work.rows).document_ids >= 0
+        else:
+            tokens = real_tokens(part)
+        if not work.train:
+            return MicrobatchWeight(1.0, tokens=tokens)
+        weights = self._weigh(part)
+        return MicrobatchWeight(None if weights is None else weights.used, 1.0, tokens)
 
     def _capture(self, work: _Work) -> list[Call] | _NotCalled:
         """The model's arguments for each microbatch."""
@@ -283,6 +293,7 @@ class PipelineSteps:
                 run_schedule(schedule, stages, calls, self.pipeline.has_last)
         finally:
             self._work = None
+            set_microbatch_weight(MicrobatchWeight(1.0))
         if work.train and not self._looked and schedule_name(self._plan.pipeline_schedule) in ZERO_BUBBLE_SCHEDULES:
             self._looked = True
             self._refuse_weight_functions(stages)
@@ -327,13 +338,13 @@ class PipelineSteps:
 
     def _before_forward(self, stage: int, number: int) -> None:
         assert self._work is not None
-        if self._work.train:
-            set_microbatch_weight(self._work.auxiliary[number])
+        set_microbatch_weight(self._work.auxiliary[number])
         self._select(self._work, number)
         seed_stage(self._seed, self._work.number * len(self._work.parts) + number, self._views.token_rank, stage)
 
     def _before_backward(self, number: int) -> None:
         assert self._work is not None
+        set_microbatch_weight(self._work.auxiliary[number])  # recomputation reads it again
         self._select(self._work, number)
 
     # ---- the loss, on the last stage -----------------------------------------------------------------------------------

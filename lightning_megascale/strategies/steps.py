@@ -45,10 +45,15 @@ class StepNumbers:
     def _group(self) -> dist.ProcessGroup | None:
         return self._views.loss.get_group() if self._views.loss.size() > 1 else None
 
-    def before_forward(self, batch: Any) -> None:
-        """Notes the batch: manual optimization runs its backwards inside the step."""
+    def before_forward(self, batch: Any, tokens: torch.Tensor | None = None) -> None:
+        """Notes the batch: manual optimization runs its backwards inside the step.
+
+        Args:
+            batch: this rank's.
+            tokens: bool (B, L), which of its tokens are no padding; None: all.
+        """
         self._batch, self._weights, self._loss, self._backwards = batch, None, None, 0
-        self._auxiliary = MicrobatchWeight()
+        self._auxiliary = MicrobatchWeight(tokens=tokens)
         set_microbatch_weight(self._auxiliary)
 
     def after_forward(self, module: pl.LightningModule, output: Any) -> Any:
@@ -80,10 +85,14 @@ class StepNumbers:
         if accumulate == 1 and loss.dtype.itemsize >= 4:  # a half-precision loss could not carry n / N backward exactly
             return self._multiplied(loss, self.scale.share(self._loss, self._weights, self._group))
         self.scale.add(self._loss, self._weights)
-        return self._multiplied(loss * accumulate, self._weights.used)  # Lightning divided by it
+        return self._multiplied(loss * accumulate, self._weights.used, 1.0)  # Lightning divided by it
 
-    def _multiplied(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        self._auxiliary.value = weight
+    def _multiplied(self, loss: torch.Tensor, weight: torch.Tensor, unit: torch.Tensor | float | None = None) -> torch.Tensor:
+        """``unit``: what one label weighs; None: 1 / N of the step whose share was just taken."""
+        if unit is None:
+            assert self.scale.step_labels is not None
+            unit = 1.0 / torch.where(self.scale.step_labels > 0, self.scale.step_labels, 1.0)
+        self._auxiliary.value, self._auxiliary.unit = weight, unit
         return weighted(loss, weight)
 
     def finish(self, module: pl.LightningModule, optimizer: Optimizer, partial: set[int]) -> None:

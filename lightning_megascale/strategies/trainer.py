@@ -21,10 +21,12 @@ from torch.optim import Optimizer
 
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import build_mesh, compatible_mesh
+from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
 from lightning_megascale.parallel.context import Context
 from lightning_megascale.parallel.data import postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
 from lightning_megascale.parallel.layouts import find_layout, is_published, target_of
+from lightning_megascale.parallel.loss_scale import real_tokens
 from lightning_megascale.parallel.model_check import check_model
 from lightning_megascale.parallel.parallelize import Parallelized, is_parallel, parallelize, record_units
 from lightning_megascale.parallel.pipeline import standing_in
@@ -334,10 +336,14 @@ class MegascaleStrategy(Saving):
         if self._pipeline is not None:
             return self._pipelined_step(self._pipeline, number, batch, args[1:])
         seed_microbatch(self._seed, number, self.mesh_views.token_rank)
-        self.numbers.before_forward(batch)
+        self.numbers.before_forward(batch, self._real_tokens(batch))
         with guards.explained(guards.IN_STEP):
             output = super().training_step(*args, **kwargs)
         return self.numbers.after_forward(module, output)
+
+    def _real_tokens(self, batch: Any) -> Tensor | None:
+        """Which of this rank's tokens are no padding."""
+        return real_tokens(batch) if self._sequences is None else self._sequences.real_tokens
 
     def _pipelined_step(self, pipeline: PipelineSteps, number: int, batch: Any, rest: tuple[Any, ...]) -> Any:
         """Forward and backward of all microbatches at once: Lightning's order, zeroing between the two, would wipe the gradients."""
@@ -382,7 +388,11 @@ class MegascaleStrategy(Saving):
 
     def _evaluated(self, name: str, step: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pipeline is None:
-            return step(*args, **kwargs)
+            set_microbatch_weight(MicrobatchWeight(1.0, tokens=self._real_tokens(batch)))
+            try:
+                return step(*args, **kwargs)
+            finally:
+                set_microbatch_weight(MicrobatchWeight(1.0))
         contexts = {"validation_step": "val_step_context", "test_step": "test_step_context", "predict_step": "predict_step_context"}
         with getattr(self.precision_plugin, contexts[name])():
             return self._pipeline.evaluate(name, getattr(self.lightning_module, name), batch, args[1:])
@@ -410,6 +420,7 @@ class MegascaleStrategy(Saving):
             self.numbers.complete(module, partial, kept)
         if self._sequences is not None:
             self._sequences.context.end()
+        set_microbatch_weight(MicrobatchWeight(1.0))
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -427,6 +438,8 @@ class MegascaleStrategy(Saving):
 
         with guards.explained(guards.IN_HOOK):
             result = super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
+        if self._done is not None and self._done.routers is not None:
+            self._done.routers.settle(self.numbers.scale.step_labels)
         self._drop_whole_copies()
         return result
 

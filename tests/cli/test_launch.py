@@ -158,7 +158,12 @@ def test_a_killed_rank_ends_the_launch(tmp_path):
 def test_a_signal_ends_all_ranks_with_its_code(tmp_path, number):
     """The parent is signalled by one of its ranks, as a terminal would do."""
     body = f"""
+        import pathlib
+        here = pathlib.Path({str(tmp_path)!r})
+        (here / f"ready_{{rank}}").touch()  # a signal that comes while a rank still imports is another matter
         if rank == 0:
+            while len(list(here.glob("ready_*"))) < 2:
+                time.sleep(0.05)
             time.sleep(1)
             os.kill(int(os.environ["MEGASCALE_PARENT"]), {int(number)})
         time.sleep(60)

@@ -1,0 +1,58 @@
+"""What routers add to a loss and learn from a step, written out for one device: the reference of the parity machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megascale.models.moe import Router
+
+
+class OneDeviceRouting:
+    """The auxiliary losses of all routers of a model, by their formulas on whole rows: fractions of the step before (none yet: even), means
+    over all tokens of a step. As a sum over labels, which the loop divides by their number at the end."""
+
+    def __init__(self) -> None:
+        self._pending: list[Tensor] = []
+        self._counts: dict[str, Tensor] = {}
+        self._last: dict[str, tuple[Tensor, float]] = {}
+        self._handles: list[Any] = []
+
+    def attach(self, model: torch.nn.Module) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for name, module in model.named_modules():
+            if isinstance(module, Router):
+                self._counts[name] = torch.zeros(module.num_experts, dtype=torch.float64)
+                coefficients = module.__dict__.setdefault("_coefficients", (module.balance_loss, module.z_loss))
+                module.balance_loss = module.z_loss = 0.0  # added here instead
+                self._handles.append(
+                    module.register_forward_hook(lambda m, args, out, n=name, c=coefficients: self._note(n, m, args[0], out[1], *c))
+                )
+
+    def _note(self, name: str, router: Router, hidden: Tensor, indices: Tensor, balance: float, z: float) -> None:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logits = hidden.to(wide).flatten(0, -2) @ router.weight.to(wide).t()
+        scores = logits.softmax(-1) if router.scores == "softmax" else logits.sigmoid()
+        scores = scores / scores.sum(-1, keepdim=True)
+        fractions, ratio = self._last.get(name, (torch.full((router.num_experts,), 1 / router.num_experts, dtype=torch.float64), 1.0))
+        per_token = balance * router.num_experts * (scores * fractions.to(wide)).sum(-1) + z * logits.logsumexp(-1) ** 2
+        self._pending.append(ratio * per_token.sum())
+        self._counts[name] += torch.bincount(indices.flatten(), minlength=router.num_experts)[: router.num_experts]
+
+    def losses(self) -> Tensor | float:
+        """Of the forwards since the last call."""
+        total = sum(self._pending, torch.zeros(())) if self._pending else 0.0
+        self._pending = []
+        return total
+
+    def settle(self, model: torch.nn.Module, labels: int) -> None:
+        """After an optimizer step."""
+        for name, counts in self._counts.items():
+            router: Any = model.get_submodule(name)
+            self._last[name] = (counts / counts.sum(), labels / (float(counts.sum()) / router.top_k))
+            if router.expert_bias is not None:
+                router.expert_bias += router.bias_rate * torch.sign(counts.mean() - counts).float()
