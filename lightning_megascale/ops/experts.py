@@ -149,18 +149,18 @@ class _SwigluExperts(torch.autograd.Function):
         silu_RF = F.silu(gate_RF)
         activated_RF = silu_RF * up_RF
         d_activated_RF = groups.matmul(gradient_RD, down_EDF)  # of the weighted ones
-        d_gate_up_RG = torch.empty_like(gate_up_RG)
-        d_gate_RF, d_up_RF = d_gate_up_RG.chunk(2, dim=-1)
         d_weights_TK = d_down_EDF = d_hidden_TD = d_gate_up_EGD = None
         if needs_weights:
             wide = torch.promote_types(weights_TK.dtype, hidden_TD.dtype)
-            d_weight_R = torch.mul(activated_RF, d_activated_RF, out=d_gate_RF).sum(-1, dtype=wide)  # room that is free until below
+            d_weight_R = (activated_RF * d_activated_RF).sum(-1, dtype=wide)
             d_weights_TK = d_weight_R[groups.row_TK].to(weights_TK.dtype)
         if needs_down:
             d_down_EDF = groups.outer(gradient_RD, activated_RF.mul_(weight_R1))
         del gradient_RD, activated_RF
         if needs_hidden or needs_gate_up:
             d_activated_RF.mul_(weight_R1)
+            d_gate_up_RG = torch.empty_like(gate_up_RG)
+            d_gate_RF, d_up_RF = d_gate_up_RG.chunk(2, dim=-1)
             torch.mul(d_activated_RF, silu_RF, out=d_up_RF)
             torch.ops.aten.silu_backward.grad_input(d_activated_RF.mul_(up_RF), gate_RF, grad_input=d_gate_RF)
             del d_activated_RF, silu_RF
