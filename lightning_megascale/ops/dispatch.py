@@ -220,9 +220,9 @@ def two_hop_dedup(tokens: Tokens, ranks: ExpertRanks, experts: Experts, meanwhil
     rows = start_exchange(_cast(hidden.index_select(0, places), ranks), route.across)
     exact = torch.promote_types(tokens.weights.dtype, torch.float32)  # for ids below 2^24
     facts = torch.cat([tokens.indices.to(exact), tokens.weights.to(exact)], dim=1)
-    facts = start_exchange(facts.index_select(0, places), route.across)
+    told = start_exchange(facts.index_select(0, places), route.across)
     extra = meanwhile() if meanwhile is not None else None
-    facts = finish_exchange(facts)
+    facts = finish_exchange(told)
     chosen, weights = facts[:, :top_k].detach().long(), facts[:, top_k:].to(tokens.weights.dtype)
     own = _node_position(ranks, hidden.device)[chosen]  # (U, K): position among this node's experts, E for another node's
     order = own.reshape(-1).argsort(stable=True)[: sum(route.inside.sends)]

@@ -184,9 +184,10 @@ def apply_experts(model: nn.Module, layout: ModelLayout, views: MeshViews, exper
     sequences = plan.sequence_parallel and views.tensor is not None
     copies = tensor_axis(views.tensor.get_group()) if views.tensor is not None and not sequences else None
     nodes = _nodes(experts.expert)
+    _check_hops(plan, nodes)
     found = []
     for name in roles.experts:
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         if not hasattr(module, "num_experts"):
             continue  # stands in for one of another stage
         if experts.expert is not None:
@@ -225,6 +226,19 @@ def _nodes(mesh: DeviceMesh | None) -> ExpertRanks:
         next(_axis_of([ranks[r] for r in part], group) for part in parts if me in part) for parts in (members, peers)
     )  # fmt: skip
     return replace(alone, nodes=nodes, inside=inside, across=across)
+
+
+def _check_hops(plan: ParallelPlan, nodes: ExpertRanks) -> None:
+    """Raises on all ranks alike where a dispatcher of two hops has no nodes to hop over."""
+    if not plan.expert_dispatcher.startswith("two_hop"):
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, nodes.inside is None)
+    if any(everyone):
+        raise ValueError(
+            f"expert_dispatcher={plan.expert_dispatcher!r} needs the {plan.expert_parallel_size} ranks that share experts on two nodes or "
+            "more, as many of them on each, and their hosts say otherwise: use 'alltoall', or 'auto', which chooses by that"
+        )
 
 
 def host_name() -> str:

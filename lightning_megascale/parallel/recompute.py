@@ -43,7 +43,8 @@ def apply_recompute(blocks: Sequence[nn.Module], mode: str | Collection[type[nn.
         blocks: the repeated layers.
         mode: None keeps everything. "full" keeps a block's input, and what came from experts of other ranks. "selective" keeps what is
             dear to compute and small: the outputs of column-parallel (or all) matmuls and of the attention core, and the sums of
-            row-parallel linears, never the partial products they are made of. A set of classes: every module of these classes inside the blocks is recomputed fully.
+            row-parallel linears, never the partial products they are made of. A set of classes: every module of these classes inside
+            the blocks is recomputed fully.
         offload: what a fully recomputed module keeps, its hidden state, goes to host memory until the backward.
 
     Raises:

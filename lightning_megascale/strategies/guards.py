@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_megascale.ops.attention import check_backend
+from lightning_megascale.ops.dispatch import dispatchers
 from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, rows_of
 from lightning_megascale.parallel.rng import derive_seed
 from lightning_megascale.plan import ParallelPlan
@@ -30,9 +32,21 @@ def raise_all(wrong: list[str], what: str) -> None:
 
 def check_values(plan: ParallelPlan) -> None:
     """What can be told without knowing the number of ranks is told at once."""
-    wrong = plan.check_without_world()
+    wrong = plan.check_without_world() + _dispatcher(plan)
     if wrong:
         raise ValueError("this parallel plan cannot run:\n" + "\n".join(f"  - {message}" for message in wrong))
+
+
+def _dispatcher(plan: ParallelPlan) -> list[str]:
+    """Dispatchers can be registered by users, so their names are known here only."""
+    name = plan.expert_dispatcher
+    if name not in dispatchers():
+        near = difflib.get_close_matches(str(name), dispatchers(), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return [f"expert_dispatcher={name!r}: must be one of {', '.join(map(repr, dispatchers()))}, or registered before{hint}"]
+    if name != "auto" and plan.expert_parallel_size == 1:
+        return [f"expert_dispatcher={name!r} needs expert_parallel_size above 1: all experts are on every rank otherwise"]
+    return []
 
 
 def refuse_notebook(cluster_environment: Any) -> None:

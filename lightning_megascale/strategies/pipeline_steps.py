@@ -215,7 +215,7 @@ class PipelineSteps:
     def _microbatch(self, work: _Work, number: int, part: Any) -> MicrobatchWeight:
         """What layers read of a microbatch: the weight of its loss, and which of its tokens are no padding."""
         if self._context is not None and self._context.whole is not None and self._context.probe is None:
-            tokens = self._context.whole.part(number * work.rows, work.rows).document_ids >= 0
+            tokens: Tensor | None = self._context.whole.part(number * work.rows, work.rows).document_ids >= 0
         else:
             tokens = real_tokens(part)
         if not work.train:
