@@ -28,10 +28,11 @@ def missing() -> str | None:
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if absent:
         return f"{' and '.join(absent)} (iproute2) not found"
-    made = subprocess.run(["ip", "netns", "add", "lmsprobe"], capture_output=True, text=True)
+    name = f"lmsprobe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode:
         return f"network namespaces cannot be made here: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "lmsprobe"], check=False)
+    subprocess.run(["ip", "netns", "del", name], check=False)
     return None
 
 
