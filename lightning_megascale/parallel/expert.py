@@ -73,7 +73,8 @@ class SharedExperts:
         name = choose_dispatcher(indices.shape[1], state.ranks) if state.dispatcher == "auto" else state.dispatcher
         results, extra = find_dispatcher(name)(tokens, state.ranks, compute, meanwhile)
         if state.copies is not None:
-            results = _AllParts.apply(results, state.copies)[:count]
+            results = _AllParts.apply(results, state.copies)
+            results = results if len(results) == count else results[:count].clone()  # FSDP2 takes no views
         return results if meanwhile is None else (results, extra)
 
 
@@ -181,8 +182,8 @@ def apply_experts(model: nn.Module, layout: ModelLayout, views: MeshViews, exper
         the modules of experts, which are to be sharded over ``experts.shard``.
     """
     roles, axis = Roles.of(model, layout), None
-    sequences = plan.sequence_parallel and views.tensor is not None
-    copies = tensor_axis(views.tensor.get_group()) if views.tensor is not None and not sequences else None
+    has_copies = views.tensor is not None and views.tensor.size() > 1 and not plan.sequence_parallel
+    copies = tensor_axis(views.tensor.get_group()) if has_copies and views.tensor is not None else None
     nodes = _nodes(experts.expert)
     _check_hops(plan, nodes)
     found = []
