@@ -90,6 +90,8 @@ def _materialize_module(
 
     The first module, in module order, that holds a tied parameter draws it (``drawn`` holds the ids of those done).
     """
+    if _is_drawn_by_expert(module):
+        return _materialize_experts(module, initialize, device, seed, drawn)
     own = dict(module._parameters)
     buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     whole = {
@@ -109,6 +111,39 @@ def _materialize_module(
             if parameter is not None and parameter.is_meta and id(parameter) not in drawn:
                 _fill(parameter, whole[name])
                 drawn.add(id(parameter))
+
+
+def _is_drawn_by_expert(module: nn.Module) -> bool:
+    """True for a module whose parameters are those of ``num_experts`` experts, by their first dim."""
+    count, own = getattr(module, "num_experts", None), [p for p in module._parameters.values() if p is not None]
+    has_experts = isinstance(count, int) and bool(own) and all(p.is_meta and p.ndim > 1 and p.shape[0] == count for p in own)
+    return has_experts and not any(buffer is not None for buffer in module._buffers.values())
+
+
+def _materialize_experts(
+    module: nn.Module, initialize: Callable[[nn.Module], None], device: torch.device, seed: int, drawn: set[int]
+) -> None:
+    """Draws one expert after the other, each from the seed and its number, and only those of which this rank has a part: all experts of a
+    layer at once may be larger than a rank's memory."""
+    own = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta and id(p) not in drawn}
+    bounds = {name: local_bounds(p) for name, p in own.items()}
+    parts = {name: torch.empty([stop - start for start, stop in bounds[name]], dtype=p.dtype, device=device) for name, p in own.items()}
+    filled = [bound[0] for name, bound in bounds.items() if parts[name].numel()]
+    try:
+        for expert in range(min((start for start, _ in filled), default=0), max((stop for _, stop in filled), default=0)):
+            single = {name: nn.Parameter(torch.empty((1, *p.shape[1:]), dtype=p.dtype, device=device), False) for name, p in own.items()}
+            module._parameters.update(single)
+            with torch.no_grad(), fork_seeded(derive_seed(seed, expert), device):
+                initialize(module)
+            for name, ((start, stop), *others) in bounds.items():
+                if start <= expert < stop and parts[name].numel():
+                    parts[name][expert - start] = single[name].detach()[0][tuple(slice(*bound) for bound in others)]
+    finally:
+        module._parameters.update(own)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            _replace(parameter, parts[name])
+            drawn.add(id(parameter))
 
 
 def _fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
