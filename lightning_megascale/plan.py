@@ -23,7 +23,7 @@ class ParallelPlan:
         tensor_parallel_size: ranks that split each layer's heads and features.
         pipeline_parallel_size: groups of consecutive layers on different ranks.
         context_parallel_size: ranks that hold parts of each row.
-        expert_parallel_size: see ``support``; 1 switches the axis off.
+        expert_parallel_size: ranks that hold other experts; regroups those of dp_shard x cp x tp.
         sequence_parallel: norms and dropout on a shard of the sequence (Korthikanti et al. 2022, section 4.2).
         pipeline_schedule: torch's name, in any case: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble".
         pipeline_stages_per_rank: 1, for interleaved schedules 2 or more, for ZBVZeroBubble 2.
@@ -42,6 +42,10 @@ class ParallelPlan:
         context_parallel_method: how attention reaches the keys of other ranks: "ring", "ulysses", "allgather", "ring+ulysses", or
             "auto", by heads and tokens of a rank.
         context_parallel_layout: which tokens a rank holds: "contiguous", "headtail", "packed", or "auto", by documents and padding.
+        expert_dispatcher: how tokens reach the experts of other ranks: "alltoall", "two_hop", "two_hop_dedup", a registered name, or
+            "auto", by the bytes between nodes.
+        expert_payload_dtype: dtype in which hidden states travel to experts and back; None: their own. "bfloat16" halves what float32
+            sends and rounds each value to 8 bits.
         attention_backend: kernel of context-parallel attention: "sdpa", "flash2", "flash3", "flash4", "cpu", "math", or "auto".
         loss_weight: how a scalar mean is weighted over microbatches and ranks: "labels", "samples", or "auto".
         label_alignment: where position i's target stands: "aligned" (at i) or at i + 1, and then who shifts: "shift" (the step or the model
@@ -72,6 +76,7 @@ class ParallelPlan:
     context_parallel_method: str = "auto"
     context_parallel_layout: str = "auto"
     expert_dispatcher: str = "auto"
+    expert_payload_dtype: str | None = None
     attention_backend: str = "auto"
     loss_weight: str = "auto"
     label_alignment: str | None = None

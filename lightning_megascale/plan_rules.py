@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "label_alignment": (None, "aligned", "shift", "huggingface"),
     "context_parallel_method": ("auto", "ring", "ulysses", "allgather", "ring+ulysses"),
     "context_parallel_layout": ("auto", "contiguous", "headtail", "packed"),
+    "expert_payload_dtype": (None, "bfloat16"),
     "attention_backend": ("auto", "sdpa", "flash2", "flash3", "flash4", "cpu", "math"),
 }
 

@@ -184,6 +184,7 @@ def apply_experts(model: nn.Module, layout: ModelLayout, views: MeshViews, exper
     roles, axis = Roles.of(model, layout), None
     has_copies = views.tensor is not None and views.tensor.size() > 1 and not plan.sequence_parallel
     copies = tensor_axis(views.tensor.get_group()) if has_copies and views.tensor is not None else None
+    payload = None if plan.expert_payload_dtype is None else getattr(torch, plan.expert_payload_dtype)
     nodes = _nodes(experts.expert)
     _check_hops(plan, nodes)
     found = []
@@ -194,7 +195,7 @@ def apply_experts(model: nn.Module, layout: ModelLayout, views: MeshViews, exper
         if experts.expert is not None:
             _deal(module, experts.expert)
         axis = TensorAxis("", 1, 0) if experts.expert is None else tensor_axis(experts.expert.get_group())
-        ranks = replace(nodes, num_experts=module.num_experts, axis=axis)
+        ranks = replace(nodes, num_experts=module.num_experts, axis=axis, payload=payload)
         become(module, SharedExperts).ep = SharedState(ranks, plan.expert_dispatcher, copies)
         found.append(module)
     return found

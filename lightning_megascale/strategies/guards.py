@@ -46,6 +46,8 @@ def _dispatcher(plan: ParallelPlan) -> list[str]:
         return [f"expert_dispatcher={name!r}: must be one of {', '.join(map(repr, dispatchers()))}, or registered before{hint}"]
     if name != "auto" and plan.expert_parallel_size == 1:
         return [f"expert_dispatcher={name!r} needs expert_parallel_size above 1: all experts are on every rank otherwise"]
+    if plan.expert_payload_dtype is not None and plan.expert_parallel_size == 1:
+        return [f"expert_payload_dtype={plan.expert_payload_dtype!r} needs expert_parallel_size above 1: nothing travels otherwise"]
     return []
 
 
