@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from lightning_megascale.models.decoder import Decoder
 from lightning_megascale.models.generation import generate, logits_of
 from lightning_megascale.models.presets import PRESETS
 from lightning_megascale.optim import build_optimizer, build_scheduler, check_arguments, schedule_function
+from lightning_megascale.parallel.expert_balance import Routers
 from lightning_megascale.parallel.init import check_materializable, materialize
 
 IGNORED = -100  # label that does not count, as in Hugging Face's batches and torch's cross-entropy
@@ -74,6 +76,7 @@ class MegascaleModule(pl.LightningModule):
         self.model: nn.Module | None = source if isinstance(source, nn.Module) else None
         self._optimizer, self._schedule, self._label_shift = optimizer, schedule, label_shift
         self._step_sums: Tensor | None = None
+        self._routers: Routers | None = None
 
     # ---- the model -------------------------------------------------------------------------------------------------------
 
@@ -209,6 +212,15 @@ class MegascaleModule(pl.LightningModule):
     def _log_step(self, name: str, value: Tensor | None, prog_bar: bool = False) -> None:
         if value is not None:
             self.log(name, value, on_step=True, on_epoch=False, prog_bar=prog_bar, batch_size=1)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Under Lightning's own strategies too, routers learn from a step what ``MegascaleStrategy`` would tell them."""
+        super().optimizer_step(*args, **kwargs)
+        if not getattr(self.trainer.strategy, "settles_routers", False):
+            if self._routers is None:
+                everyone = [dist.group.WORLD] if dist.is_available() and dist.is_initialized() else []
+                self._routers = Routers.alone(self, [group for group in everyone if group is not None]) or Routers([])
+            self._routers.settle(None)
 
     # ---- optimizer -------------------------------------------------------------------------------------------------------
 

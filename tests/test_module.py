@@ -358,3 +358,17 @@ def test_open_steps_follow_from_the_trainer_or_are_asked_for():
     short = MegascaleModule(MODEL, schedule={"kind": "wsd", "warmup_steps": 5, "decay_steps": 2})
     with pytest.raises(ValueError, match="warmup_steps . decay_steps = 7, must be at most the 6 steps"):
         fit(short)
+
+
+def test_routers_learn_from_steps_under_lightnings_own_strategy() -> None:
+    """The bias moves by its rate, and the loads are those of the step's tokens."""
+    config = dict(asdict(PRESETS["tiny_moe"]), balance_bias_rate=0.25)
+    module = MegascaleModule(config)
+    ids = torch.randint(1, 500, (2, 16), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    options = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    pl.Trainer(devices=1, max_steps=1, **options).fit(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    router = module.model.layers[1].mlp.router  # type: ignore[union-attr, index]
+    assert float(router.last_step[:-1].sum()) == 2 * 16 * 2
+    mean = router.last_step[:-1].mean()
+    assert torch.equal(router.expert_bias, 0.25 * torch.sign(mean - router.last_step[:-1]).float())

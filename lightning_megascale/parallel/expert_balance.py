@@ -33,9 +33,18 @@ class Routers:
     @classmethod
     def of(cls, model: nn.Module, views: MeshViews, *, sequence_parallel: bool) -> Routers | None:
         """Those of a model (of a pipeline, of this rank's stages); None where there are none."""
-        routers = [module for module in model.modules() if "last_step" in module._buffers]
         views_over = [views.loss, views.tensor if sequence_parallel else None]
-        return cls(routers, [view.get_group() for view in views_over if view is not None and view.size() > 1]) if routers else None
+        return cls.alone(model, [view.get_group() for view in views_over if view is not None and view.size() > 1])
+
+    @classmethod
+    def alone(cls, model: nn.Module, groups: Sequence[dist.ProcessGroup] = ()) -> Routers | None:
+        """Those of a whole model under another strategy; None where there are none.
+
+        Args:
+            groups: of the ranks that have other tokens.
+        """
+        routers = [module for module in model.modules() if "last_step" in module._buffers]
+        return cls(routers, groups) if routers else None
 
     def count_over(self, group: dist.ProcessGroup) -> None:
         """Rows are cut over the ranks of the group."""
@@ -49,6 +58,8 @@ class Routers:
         Args:
             labels: what the step's loss counted, 0-dim, over all ranks; None: as many as tokens.
         """
+        if not self._routers:
+            return
         new = []
         for number, router in enumerate(self._routers):
             now = None if router.counts is None else router.counts.snapshot()

@@ -91,7 +91,8 @@ def _materialize_module(
     The first module, in module order, that holds a tied parameter draws it (``drawn`` holds the ids of those done).
     """
     if _is_drawn_by_expert(module):
-        return _materialize_experts(module, initialize, device, seed, drawn)
+        _materialize_experts(module, initialize, device, seed, drawn)
+        return
     own = dict(module._parameters)
     buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     whole = {

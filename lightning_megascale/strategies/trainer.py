@@ -66,6 +66,7 @@ class MegascaleStrategy(Saving):
     """
 
     accepts_loss_sum = True
+    settles_routers = True
 
     @shows_fields_of_a_plan
     def __init__(
@@ -204,7 +205,8 @@ class MegascaleStrategy(Saving):
         module = self.lightning_module
         assert module is not None
         name, target = target_of(module, self._module_name)
-        layout = find_layout(target, self._layout, tensor_parallel=self.plan.tensor_parallel_size > 1)
+        sizes = self.plan.tensor_parallel_size, self.plan.expert_parallel_size
+        layout = find_layout(target, self._layout, tensor_parallel=sizes[0] > 1, expert_parallel=sizes[1] > 1)
         piped = pipeline_guards.check_module(module, target) if self.plan.pipeline_parallel_size > 1 else []
         wrong = piped or check_model(module, target, self.plan, layout)
         if layout is not None and self._layout == "auto" and is_published(target) and any("layout" in message for message in wrong):

@@ -14,8 +14,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
+from lightning_megascale.parallel.expert_balance import Routers
 from lightning_megascale.parallel.init import materialize, on_meta
 from lightning_megascale.parallel.layouts import target_of
+from lightning_megascale.parallel.loss_scale import real_tokens, weigh
 from lightning_megascale.parallel.rng import seed_step
 from lightning_megascale.strategies.steps import read_output
 from lightning_megascale.verification.subject import Subject
@@ -27,12 +30,15 @@ class OneDevice(SingleDeviceStrategy):
     """Lightning's own strategy for one device; it also takes ``loss_sum`` and ``num_tokens``, and notes loss and norm."""
 
     data_parallel_rank, data_parallel_size = 0, 1
+    settles_routers = True
 
     def __init__(self, seed: int) -> None:
         super().__init__("cpu")
         self._seed = seed
         self.step_loss: Tensor | None = None
         self.grad_norm: Tensor | None = None
+        self._routers: Routers | None = None
+        self._labels: Tensor | None = None
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
@@ -46,12 +52,26 @@ class OneDevice(SingleDeviceStrategy):
             self.grad_norm = torch.nn.utils.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
         plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+        self._routers = Routers.alone(module)
         super().setup(trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output, loss, _ = read_output(super().training_step(*args, **kwargs))
+        batch = args[0] if args else next(iter(kwargs.values()))
+        layers = MicrobatchWeight(1.0, tokens=real_tokens(batch))
+        set_microbatch_weight(layers)
+        output, loss, weights = read_output(super().training_step(*args, **kwargs))
+        weights = weights or weigh(batch, "auto", None, self.root_device)
+        self._labels = None if weights is None else weights.used
+        layers.unit = None if self._labels is None else 1.0 / torch.where(self._labels > 0, self._labels, 1.0)
         self.step_loss = None if loss is None else loss.detach()
         return output
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        set_microbatch_weight(MicrobatchWeight(1.0))
+        if self._routers is not None:
+            self._routers.settle(self._labels)
+        return result
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.step_loss = closure_loss.detach()
