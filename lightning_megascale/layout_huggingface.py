@@ -92,12 +92,13 @@ class Published:
     shared: Sequence[tuple[str, str]] = ()
 
 
-def layout_of(published: Published, *, tensor_parallel: bool) -> ModelLayout:
+def layout_of(published: Published, *, tensor_parallel: bool, expert_parallel: bool = False) -> ModelLayout:
     """The layout of a transformers model.
 
     Args:
         published: the model as data.
         tensor_parallel: read the roles of tensor parallelism too; without it ``tp_plan`` is not looked at.
+        expert_parallel: read which modules are experts, also without tensor parallelism.
 
     Raises:
         ValueError: naming every style that is not understood and every key that matches nothing.
@@ -118,6 +119,8 @@ def layout_of(published: Published, *, tensor_parallel: bool) -> ModelLayout:
         _read_attentions(published, roles)
         _regions(published, roles)
         _whole_embeddings(published, roles)
+    elif expert_parallel:
+        roles["experts"] = _experts(published)
     return ModelLayout(**roles)
 
 
@@ -195,6 +198,13 @@ def _read_plan(published: Published, roles: dict[str, Any]) -> None:
             "the tensor-parallel plan that this model publishes is not understood, and part of a plan gives wrong numbers: give "
             "layout=ModelLayout(...) or use tensor_parallel_size=1\n" + "\n".join(f"  - {message}" for message in wrong)
         )
+
+
+def _experts(published: Published) -> list[str]:
+    """The keys of ``tp_plan`` that name modules of experts."""
+    names = [module.name for module in published.modules if module.name]
+    keys = [key for key, style in published.tp_plan.items() if STYLES.get(style) == "experts"]
+    return [key for key in keys if any(matches(name, key) for name in names)]
 
 
 def _read_blocks(published: Published, lists: Mapping[str, list[str]], roles: dict[str, Any]) -> None:

@@ -246,19 +246,20 @@ _UNPROVEN: tuple[tuple[Callable[[Any], bool], str], ...] = (
 # transformers classes -> plans under which a test proves them equal to one device, with the layout that they publish or that is known.
 _TEXT = ("tp2", "fsdp2", "fsdp2xtp2", "pp2", "pp2:interleaved1f1b", "pp2xtp2")
 _CONTEXT = ("cp2", "fsdp2xcp2", "cp2xtp2", "pp2xcp2")
+_EXPERTS = ("fsdp2xep2", "tp2xep2", "fsdp2xtp2xep4", "cp2xep2", "pp2xfsdp2xep2")
 _SEVERAL_LISTS = ("tp2", "fsdp2", "fsdp2xtp2")  # no pipeline: an encoder and a decoder, two towers
 TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "Llama": (*_TEXT, *_CONTEXT),
     "Qwen3": (*_TEXT, *_CONTEXT),
     "GPT2": (*_TEXT, *_CONTEXT),
-    "Mixtral": (*_TEXT, "cp2", "cp2xtp2"),
+    "Mixtral": (*_TEXT, "cp2", "cp2xtp2", *_EXPERTS),
     "Llava": _TEXT,
     "Mistral": ("tp2", "fsdp2", "pp2", "cp2"),
     "Gemma": ("tp2", "fsdp2", "pp2", "cp2"),
     "Gemma3": ("tp2", "fsdp2", "pp2", "cp2"),
     "Phi3": ("tp2", "fsdp2", "pp2", "cp2"),
-    "Qwen3Moe": ("tp2", "fsdp2", "fsdp2xtp2", "pp2", "cp2"),
-    "DeepseekV3": ("tp2", "fsdp2", "fsdp2xtp2", "pp2", "cp2"),
+    "Qwen3Moe": ("tp2", "fsdp2", "fsdp2xtp2", "pp2", "cp2", *_EXPERTS),
+    "DeepseekV3": ("tp2", "fsdp2", "fsdp2xtp2", "pp2", "cp2", *_EXPERTS),
     "Siglip": ("tp2", "fsdp2", "pp2"),
     "CLIP": _SEVERAL_LISTS,
     "Whisper": _SEVERAL_LISTS,

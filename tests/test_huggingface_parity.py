@@ -16,12 +16,12 @@ from tests import huggingface
 FIRST = ("tp2", "pp2:interleaved1f1b")  # in the default tier; "cp2" of two classes too
 CASES = [(family, axes) for family, proven in support.TRANSFORMERS.items() for axes in proven]
 DEFAULT = [(family, axes) for family, axes in CASES if family in ("Llama", "Qwen3", "GPT2", "Mixtral", "Llava") and axes in FIRST]
-DEFAULT += [("Llama", "cp2"), ("Qwen3", "cp2")]
+DEFAULT += [("Llama", "cp2"), ("Qwen3", "cp2"), ("Mixtral", "fsdp2xep2"), ("Mixtral", "tp2xep2")]
 
 
 def prove(family: str, axes: str, **options: Any) -> Report:
     alignment = "aligned" if family == "Whisper" else "huggingface"
-    options = {"microbatch_size": 2, **options}
+    options = {"microbatch_size": 1 if "pp2xfsdp2" in axes else 2, **options}
     (report,) = verify(partial(huggingface.build, family), axes=[axes], label_alignment=alignment, timeout=200, **options)
     return report
 
@@ -43,7 +43,7 @@ def test_accumulated_microbatches(family: str, axes: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ["tp2", "pp2xtp2"])
+@pytest.mark.parametrize("axes", ["tp2", "pp2xtp2", "fsdp2xep2", "tp2xep2"])
 def test_grouped_products_of_experts(axes: str) -> None:
     """The kernel that trains in float32 and bfloat16 takes no float64."""
     report = prove("Mixtral, grouped", axes, dtype=torch.float32)
@@ -51,13 +51,14 @@ def test_grouped_products_of_experts(axes: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_balance_loss_trains_the_router_once() -> None:
+@pytest.mark.parametrize("axes", ["tp2", "tp2xep2"])
+def test_a_balance_loss_trains_the_router_once(axes: str) -> None:
     """Each rank has the whole balance loss and a part of the experts' say about the router."""
-    report = prove("Mixtral, balanced", "tp2")
+    report = prove("Mixtral, balanced", axes)
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("axes", ["fsdp2", "pp2"])
+@pytest.mark.parametrize("axes", ["fsdp2", "fsdp2xep2", "cp2", "pp2"])
 def test_a_balance_loss_over_rows_and_layers_is_refused_where_nobody_sees_them_all(axes: str) -> None:
     assert "output_router_logits=True adds a balance loss" in str(prove("Mixtral, balanced", axes).refused)
 

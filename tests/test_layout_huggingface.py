@@ -47,6 +47,23 @@ def test_without_tensor_parallelism_the_plan_is_not_read() -> None:
     )
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+def test_without_tensor_parallelism_experts_are_read_where_they_are_needed(family: str) -> None:
+    known = published(family)
+    apart = layout_of(known, tensor_parallel=False)
+    assert apart.experts == ()
+    assert layout_of(known, tensor_parallel=False, expert_parallel=True) == replace(apart, experts=("model.layers.*.mlp.experts",))
+
+
+def test_a_given_layout_wins_over_published_experts() -> None:
+    given = ModelLayout(blocks="model.layers.*")
+    assert find_layout(model_of("Mixtral"), given, expert_parallel=True) is given
+
+
+def test_a_model_without_experts_has_none_to_deal_out() -> None:
+    assert layout_of(published("Llama"), tensor_parallel=False, expert_parallel=True).experts == ()
+
+
 def test_dense_and_expert_layers_side_by_side() -> None:
     layout = layout_of(published("DeepseekV3"), tensor_parallel=True)
     assert layout.mlp == ("model.layers.0.mlp", "model.layers.*.mlp.shared_experts")

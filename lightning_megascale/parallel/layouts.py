@@ -25,13 +25,16 @@ def describe(model: nn.Module) -> list[ModuleInfo]:
     ]
 
 
-def find_layout(model: nn.Module, given: ModelLayout | Mapping[str, Any] | str, *, tensor_parallel: bool = False) -> ModelLayout | None:
+def find_layout(
+    model: nn.Module, given: ModelLayout | Mapping[str, Any] | str, *, tensor_parallel: bool = False, expert_parallel: bool = False
+) -> ModelLayout | None:
     """The layout to use: the given one, the model's own ``megascale_layout``, what a transformers model publishes, or None.
 
     Args:
         model: the module that layout names refer to.
         given: a layout, a dict of patterns, or "auto".
-        tensor_parallel: the roles of tensor parallelism are needed; without it a published plan of styles is not read.
+        tensor_parallel: the roles of tensor parallelism are needed; without it a published plan of styles is not read,
+        expert_parallel: but for which modules are experts, where these are needed.
 
     Raises:
         ValueError: for a published plan that is not understood.
@@ -45,7 +48,7 @@ def find_layout(model: nn.Module, given: ModelLayout | Mapping[str, Any] | str, 
     own = getattr(model, "megascale_layout", None)
     if own is not None or not is_published(model):
         return own
-    return layout_of(published_by(model), tensor_parallel=tensor_parallel)
+    return layout_of(published_by(model), tensor_parallel=tensor_parallel, expert_parallel=expert_parallel)
 
 
 def is_published(model: nn.Module) -> bool:

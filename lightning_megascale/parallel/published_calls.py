@@ -22,10 +22,12 @@ def check_call(model: nn.Module, plan: ParallelPlan, arguments: Mapping[str, Any
         ValueError: the same on all ranks.
     """
     piped, split = plan.pipeline_parallel_size > 1, plan.tensor_parallel_size > 1
-    if _asked(model, arguments, "output_router_logits") and (piped or int(plan.data_parallel_size) > 1):
+    parts = int(plan.data_parallel_size) > 1 or plan.context_parallel_size > 1 or plan.sequence_parallel
+    if _asked(model, arguments, "output_router_logits") and (piped or parts):
         raise ValueError(
-            "output_router_logits=True adds a balance loss over the routers of all layers and over the rows of the batch, which no rank "
-            "sees whole under data or pipeline parallelism: leave it out, or use tensor parallelism alone"
+            "output_router_logits=True adds a balance loss over the routers of all layers and over the tokens of the batch, which no rank "
+            "sees whole under data, context, sequence or pipeline parallelism: leave it False (ExpertBalanceMonitor shows how even the "
+            "load of experts is), or use tensor parallelism alone"
         )
     if _asked(model, arguments, "output_attentions") and (piped or split):
         where, own = ("pipeline", "layers") if piped else ("tensor-parallel", "heads")
