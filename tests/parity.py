@@ -427,7 +427,7 @@ def train_single(
                     size = rows_of(case) // shares // parts
                     rows = slice((share * parts + part) * size, (share * parts + part + 1) * size)
                     batch = {key: value[rows] for key, value in data[index].items()}
-                    number = index * parts + part
+                    number, routing.mask = index * parts + part, batch.get("attention_mask")
                     logits = forward_like_ranks(case, working, batch, number, share, stages).flatten(0, 1)
                     loss = F.cross_entropy(logits.float() if half else logits, batch["labels"].flatten(), reduction="sum")
                     (loss + routing.losses()).backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megascale.models.moe import Router
@@ -19,6 +20,8 @@ class OneDeviceRouting:
         self._counts: dict[str, Tensor] = {}
         self._last: dict[str, tuple[Tensor, float]] = {}
         self._handles: list[Any] = []
+        self.mask: Tensor | None = None
+        """(B, L), the tokens of the next forward that are no padding; None: all."""
 
     def attach(self, model: torch.nn.Module) -> None:
         for handle in self._handles:
@@ -35,13 +38,17 @@ class OneDeviceRouting:
 
     def _note(self, name: str, router: Router, hidden: Tensor, indices: Tensor, balance: float, z: float) -> None:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        logits = hidden.to(wide).flatten(0, -2) @ router.weight.to(wide).t()
+        logits = hidden.to(wide) @ router.weight.to(wide).t()  # (B, L, E)
         scores = logits.softmax(-1) if router.scores == "softmax" else logits.sigmoid()
         scores = scores / scores.sum(-1, keepdim=True)
+        counted = torch.ones(hidden.shape[:2], dtype=wide) if self.mask is None else self.mask.to(wide)
+        chosen = F.one_hot(indices.view(*hidden.shape[:2], -1), router.num_experts + 1).sum(2)[..., :-1] * counted[..., None]  # (B, L, E)
         fractions, ratio = self._last.get(name, (torch.full((router.num_experts,), 1 / router.num_experts, dtype=torch.float64), 1.0))
+        if router.balance_scope == "sequence":
+            fractions = chosen.sum(1, keepdim=True) / chosen.sum((1, 2), keepdim=True)
         per_token = balance * router.num_experts * (scores * fractions.to(wide)).sum(-1) + z * logits.logsumexp(-1) ** 2
-        self._pending.append(ratio * per_token.sum())
-        self._counts[name] += torch.bincount(indices.flatten(), minlength=router.num_experts)[: router.num_experts]
+        self._pending.append(ratio * (per_token * counted).sum())
+        self._counts[name] += chosen.sum((0, 1))
 
     def losses(self) -> Tensor | float:
         """Of the forwards since the last call."""
