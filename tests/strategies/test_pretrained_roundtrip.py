@@ -31,6 +31,11 @@ PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, data-parallel ra
     "fsdp2 x tp2": (4, 2, dict(tensor_parallel_size=2)),
     "pp2 x fsdp2": (4, 2, dict(pipeline_parallel_size=2)),
 }
+EXPERT_PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "ep2": (2, 2, dict(expert_parallel_size=2)),
+    "fsdp2 x tp2, ep4": (4, 2, dict(tensor_parallel_size=2, expert_parallel_size=4)),
+}
+EXPERT_FAMILIES = ("Mixtral", "Qwen3Moe", "DeepseekV3")
 AUTO = {
     "GPT2": transformers.AutoModelForCausalLM,
     "Llava": transformers.AutoModelForImageTextToText,
@@ -76,7 +81,7 @@ class Tuned(HuggingFaceModule):
 
 def trained(family: str, folder: str, plan: str, checkpoint: str) -> dict[str, Tensor]:
     """Three steps from the folder's weights under a plan; the whole state afterwards."""
-    ranks, shares, arguments = PLANS[plan]
+    ranks, shares, arguments = {**PLANS, **EXPERT_PLANS}[plan]
     L.seed_everything(7)
     module = Tuned(family)
     rows = [{key: value[row] for key, value in batch.items()} for batch in batches(family, STEPS) for row in range(ROWS)]
@@ -172,19 +177,21 @@ def test_names_of_every_family_in_and_out(family: str, tmp_path: Path) -> None:
 
 
 DEFAULT = [
-    ("Llama tied", "pp2"), ("Qwen3", "tp2"), ("GPT2", "fsdp2"), ("Mixtral", "fsdp2"),
+    ("Llama tied", "pp2"), ("Qwen3", "tp2"), ("GPT2", "fsdp2"), ("Mixtral", "fsdp2"), ("Mixtral", "ep2"),
 ]  # fmt: skip
 SLOW = [
     (family, plan)
-    for family in ("Llama", "Llama tied", "Qwen3", "GPT2", "Mixtral", "Llava", "Qwen3Moe", "DeepseekV3")
-    for plan in PLANS
+    for family in ("Llama", "Llama tied", "Qwen3", "GPT2", "Llava", *EXPERT_FAMILIES)
+    for plan in (*PLANS, *(EXPERT_PLANS if family in EXPERT_FAMILIES else ()))
     if (family, plan) not in DEFAULT
 ]
 
 
 @pytest.mark.parametrize(("family", "plan"), [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_round_trip(family: str, plan: str, folders: dict[str, Path], references: dict[str, nn.Module], tmp_path: Path) -> None:
-    states = run_ranks(trained, PLANS[plan][0], family, str(folders[family]), plan, str(tmp_path / "x.ckpt"), timeout=120)
+    states = run_ranks(
+        trained, {**PLANS, **EXPERT_PLANS}[plan][0], family, str(folders[family]), plan, str(tmp_path / "x.ckpt"), timeout=120
+    )
     checkpoints.export(tmp_path / "x.ckpt", tmp_path / "out", "safetensors", shard_bytes=20_000)
     kind = AUTO.get(family, transformers.AutoModelForCausalLM)
     model, notes = kind.from_pretrained(tmp_path / "out", output_loading_info=True)

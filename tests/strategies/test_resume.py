@@ -64,7 +64,12 @@ def run(name: str, epochs: int, folder: str | None, ckpt_path: str | None) -> di
         enable_model_summary=False,
     )
     trainer.fit(module, ckpt_path=ckpt_path)
-    return {"losses": recorder.losses, "lr": trainer.optimizers[0].param_groups[0]["lr"], "step": trainer.global_step}
+    return {
+        "losses": recorder.losses,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "step": trainer.global_step,
+        "buffers": {name: buffer.clone() for name, buffer in module.model.named_buffers()},
+    }
 
 
 def resume_all(name: str, paths: dict[str, str]) -> dict[str, dict[str, Any]]:
