@@ -130,8 +130,18 @@ def expert_views(views: MeshViews, expert_parallel_size: int) -> ExpertViews:
     Args:
         views: the run's mesh.
         expert_parallel_size: ep, a divisor of dp_shard x cp x tp. Neighbours in the mesh are one group: ep = tp is the tp axis itself.
+
+    Raises:
+        ValueError: on all ranks, for a placement under which the ranks of a group are not in ascending order, which is the order in which
+            torch's groups count them.
     """
     root = views.root
+    for group in root.mesh.reshape(-1, expert_parallel_size).tolist():
+        if group != sorted(group):
+            raise ValueError(
+                f"placement gives expert_parallel_size={expert_parallel_size} neighbours in the mesh the ranks {group[:8]}: they must be in "
+                "ascending order, since torch's groups count them so and experts lie on them in that order"
+            )
     if expert_parallel_size == views.sizes["tp"] > 1:
         return ExpertViews(views.data, root["tp"])
     inner, expert = _view(root, ("dp_shard", "cp", "tp"), "inner"), None

@@ -72,3 +72,18 @@ def test_views_of_experts_cover_the_ranks() -> None:
 
     found = run_ranks(groups, 4)
     assert found == [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
+
+
+def test_a_placement_that_turns_a_group_around_is_refused() -> None:
+    """Its ranks would take each other's experts for their own."""
+
+    def told() -> str:
+        views = build_mesh(ParallelPlan(data_parallel_shard_size=4).resolve(4), "cpu", [1, 0, 2, 3])
+        try:
+            expert_views(views, 2)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    for message in run_ranks(told, 4):
+        assert "placement gives expert_parallel_size=2 neighbours in the mesh the ranks [1, 0]: they must be in ascending order" in message
