@@ -139,8 +139,8 @@ def expert_views(views: MeshViews, expert_parallel_size: int) -> ExpertViews:
     for group in root.mesh.reshape(-1, expert_parallel_size).tolist():
         if group != sorted(group):
             raise ValueError(
-                f"placement gives expert_parallel_size={expert_parallel_size} neighbours in the mesh the ranks {group[:8]}: they must be in "
-                "ascending order, since torch's groups count them so and experts lie on them in that order"
+                f"placement gives expert_parallel_size={expert_parallel_size} neighbours of the mesh the ranks {group[:8]}: they must be "
+                "in ascending order, since torch's groups count them so and experts lie on them in that order"
             )
     if expert_parallel_size == views.sizes["tp"] > 1:
         return ExpertViews(views.data, root["tp"])

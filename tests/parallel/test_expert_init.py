@@ -86,4 +86,4 @@ def test_a_placement_that_turns_a_group_around_is_refused() -> None:
         return "no error"
 
     for message in run_ranks(told, 4):
-        assert "placement gives expert_parallel_size=2 neighbours in the mesh the ranks [1, 0]: they must be in ascending order" in message
+        assert "placement gives expert_parallel_size=2 neighbours of the mesh the ranks [1, 0]: they must be in ascending order" in message
