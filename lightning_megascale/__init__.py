@@ -12,6 +12,7 @@ _NAMES = {
     "ParallelPlan": "lightning_megascale.plan",
     "ModelLayout": "lightning_megascale.layout",
     "MegascaleModule": "lightning_megascale.module",
+    "ExpertBalanceMonitor": "lightning_megascale.callbacks.expert_balance",
     "RingContextSharding": "lightning_megascale.callbacks.context_sharding",
     "ThroughputMonitor": "lightning_megascale.callbacks.throughput",
     "TextDataModule": "lightning_megascale.data.datamodule",
@@ -20,6 +21,7 @@ __all__ = [*_NAMES]
 
 if TYPE_CHECKING:
     from lightning_megascale.callbacks.context_sharding import RingContextSharding as RingContextSharding
+    from lightning_megascale.callbacks.expert_balance import ExpertBalanceMonitor as ExpertBalanceMonitor
     from lightning_megascale.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_megascale.data.datamodule import TextDataModule as TextDataModule
     from lightning_megascale.layout import ModelLayout as ModelLayout
