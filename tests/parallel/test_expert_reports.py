@@ -23,7 +23,7 @@ EP2 = parity.default_case(axes="fsdp2", family="ep2")
 
 
 class Watched(parity.ParityModule):
-    """The module of the parity machine, kept where a test finds it; ``between`` runs before every step."""
+    """The module of the parity machine, kept where a test finds it; with ``evaluates`` other forwards run before every step."""
 
     last: Watched
     evaluates = False
@@ -59,7 +59,7 @@ def watched(case: parity.Case, evaluates: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("axes", ["tp", "tp+sp", "cp2"])
-def test_gradients_of_router_losses_do_not_depend_on_tp_or_cp(axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_5047_gradients_of_router_losses_do_not_depend_on_tp_or_cp(axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses so large that they make the routers' gradients; one device has their formulas written out (tests/routing.py)."""
     monkeypatch.setitem(parity.MIXTURE, "balance_loss", 5.0)
     monkeypatch.setitem(parity.MIXTURE, "router_z_loss", 1.0)
@@ -69,7 +69,7 @@ def test_gradients_of_router_losses_do_not_depend_on_tp_or_cp(axes: str, monkeyp
 # ---- Megatron-LM #1330 and #1331, torchtitan #1593, NeMo Automodel #3247 -------------------------------------------------------------
 
 
-def test_tokens_are_counted_once_under_recomputation() -> None:
+def test_megatron_1330_torchtitan_1593_tokens_are_counted_once_under_recomputation() -> None:
     plain, *others = (run_ranks(watched, 2, {**EP2, "checkpointing": mode}) for mode in ("none", "full", "selective"))
     tokens, top_k = parity.ROWS // 2 * parity.LENGTH * parity.STEPS, parity.MIXTURE["num_experts_per_token"]
     for rank, result in enumerate(plain):
@@ -84,7 +84,7 @@ def test_tokens_are_counted_once_under_recomputation() -> None:
 # ---- torchtitan #4148 ----------------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_between_steps_moves_no_bias() -> None:
+def test_torchtitan_4148_evaluation_between_steps_moves_no_bias() -> None:
     plain, evaluated = (run_ranks(watched, 2, EP2, evaluates) for evaluates in (False, True))
     for one, other in zip(plain, evaluated):
         assert one["losses"] == other["losses"]
@@ -98,7 +98,7 @@ def test_evaluation_between_steps_moves_no_bias() -> None:
 
 
 @pytest.mark.parametrize("axes", ["fsdp2", "tp+sp"])
-def test_gradients_of_experts_are_not_ep_times_too_large(axes: str) -> None:
+def test_pytorch_160285_deepspeed_5259_gradients_of_experts_are_not_ep_times_too_large(axes: str) -> None:
     """The same ranks with and without expert parallelism, so that nothing else differs."""
     apart, dealt = (
         run_ranks(parity.train_parallel, 2, parity.default_case(axes=axes, family=family), {"expert_dispatcher": "auto"})[0]
@@ -131,7 +131,7 @@ def poisoned(case: parity.Case) -> dict[str, Any]:
     return {**parity.train_parallel(case, {}), "poisoned": sum(poisoned_rows), "products": len(poisoned_rows)}
 
 
-def test_rows_that_a_grouped_product_leaves_uninitialised_reach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_48205_rows_that_a_grouped_product_leaves_uninitialised_reach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("balance_loss", "router_z_loss", "balance_bias_rate"):
         monkeypatch.setitem(parity.MIXTURE, name, 0.0)
     monkeypatch.setitem(parity.MIXTURE, "capacity_factor", 0.5)  # rows of no expert, where there is no ep; with it they do not travel
@@ -143,7 +143,7 @@ def test_rows_that_a_grouped_product_leaves_uninitialised_reach_nothing(monkeypa
         parity.compare(case, parity.merged(results))
 
 
-def test_router_and_embedding_get_their_whole_gradients() -> None:
+def test_transformers_48687_router_and_embedding_get_their_whole_gradients() -> None:
     """A loss that looks right says nothing of them."""
     results = run_ranks(parity.train_parallel, 2, EP2, {})
     wanted = parity.train_single(EP2)["gradients"][0]
@@ -177,7 +177,7 @@ def input_gradients(copies: bool, count: int) -> tuple[dict[str, Tensor], dict[s
 
 
 @pytest.mark.parametrize(("copies", "count"), [(False, 7), (True, 8), (True, 7)])
-def test_gradients_of_gathered_tokens_are_whole(copies: bool, count: int) -> None:
+def test_automodel_1260_gradients_of_gathered_tokens_are_whole(copies: bool, count: int) -> None:
     """A gather whose backward is a slice of this rank's gradient loses what other ranks know."""
     for dealt, whole in run_ranks(input_gradients, 2, copies, count):
         for name, value in whole.items():
@@ -188,7 +188,7 @@ def test_gradients_of_gathered_tokens_are_whole(copies: bool, count: int) -> Non
 # ---- transformers #28255 and #31464 --------------------------------------------------------------------------------------------------
 
 
-def test_layers_that_collapsed_on_experts_of_their_own_do_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_28255_layers_that_collapsed_on_experts_of_their_own_do_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pooled over layers their load is even; each layer for itself reads as many times too much as there are experts."""
     experts = parity.MIXTURE["num_experts"]
     make = parity.Decoder
