@@ -44,7 +44,9 @@ class OneDeviceRouting:
         counted = torch.ones(hidden.shape[:2], dtype=wide) if self.mask is None else self.mask.to(wide)
         chosen = F.one_hot(indices.view(*hidden.shape[:2], -1), router.num_experts + 1).sum(2)[..., :-1] * counted[..., None]  # (B, L, E)
         fractions, ratio = self._last.get(name, (torch.full((router.num_experts,), 1 / router.num_experts, dtype=torch.float64), 1.0))
-        if router.balance_scope == "sequence":
+        if router.balance_scope == "microbatch":
+            fractions = chosen.sum((0, 1)) / chosen.sum()
+        elif router.balance_scope == "sequence":
             fractions = chosen.sum(1, keepdim=True) / chosen.sum((1, 2), keepdim=True)
         per_token = balance * router.num_experts * (scores * fractions.to(wide)).sum(-1) + z * logits.logsumexp(-1) ** 2
         self._pending.append(ratio * (per_token * counted).sum())

@@ -18,9 +18,10 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_by_rows(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fractions of each row are those of all its tokens, wherever they lie."""
-    monkeypatch.setitem(parity.MIXTURE, "balance_scope", "sequence")
+@pytest.mark.parametrize("scope", ["sequence", "microbatch"])
+def test_by_rows_and_microbatches(scope: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fractions of each row, or of each rank's microbatch, are those of all its tokens, wherever they lie."""
+    monkeypatch.setitem(parity.MIXTURE, "balance_scope", scope)
     parity.check(parity.default_case(**SPLITS[split]))
 
 
