@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,16 +19,33 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("scope", ["sequence", "microbatch"])
+def cases(scopes: tuple[str, ...], here: set[tuple[str, str]], without: str = "") -> list[Any]:
+    """(scope, split) of all of them; what is not ``here`` is left to the slow tier."""
+    pairs = [(scope, split) for scope in scopes for split in SPLITS if split != without]
+    return [pytest.param(*pair, marks=[] if pair in here else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("scope", "split"),
+    cases(
+        ("sequence", "microbatch"),
+        {("sequence", "sequence shards, ep2"), ("sequence", "parts of rows"), ("sequence", "stages"), ("microbatch", "parts of rows")},
+    ),
+)
 def test_by_rows_and_microbatches(scope: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fractions of each row, or of each rank's microbatch, are those of all its tokens, wherever they lie."""
     monkeypatch.setitem(parity.MIXTURE, "balance_scope", scope)
     parity.check(parity.default_case(**SPLITS[split]))
 
 
-@pytest.mark.parametrize("split", [name for name in SPLITS if name != "parts of rows"])  # there a mask keeps documents apart
-@pytest.mark.parametrize("scope", ["global", "sequence"])
+@pytest.mark.parametrize(
+    ("scope", "split"),
+    cases(
+        ("global", "sequence"),
+        {("global", "microbatches, ep2"), ("global", "stages"), ("sequence", "sequence shards, ep2")},
+        "parts of rows",
+    ),
+)  # there a mask keeps documents apart
 def test_padding_does_not_count(split: str, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unlike lengths, most of one of them padding; labels are masked in other places too."""
     plain = parity.batches
