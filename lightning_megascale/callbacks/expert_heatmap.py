@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_ROWS_WITH_TEXT = 40  # more layers leave no room for a line of text each
-_CROSSES = 4000
+_ROWS_WITH_TEXT = 64  # more layers leave no room for a line of text each
+_COLUMNS_WITH_CROSSES = 128  # crosses of more experts would touch
 
 
 def draw_loads(loads: Sequence[Sequence[float]], labels: Sequence[str], title: str) -> Any:
@@ -16,7 +16,7 @@ def draw_loads(loads: Sequence[Sequence[float]], labels: Sequence[str], title: s
 
     Colours go from blue (0) over white (1.0, the even share) to red (2 and more), which colour-blind readers tell apart; the range is the
     same in every picture, so pictures of one run can be compared. A cross marks an expert without any token; grey: nothing was counted, or
-    there is no such expert. The right margin holds the largest share of each layer.
+    there is no such expert. The right margin holds the largest share of each layer. Crosses and margin are left out where there is no room.
 
     Args:
         loads: of each layer, of each expert: assignments over the mean of the layer.
@@ -32,13 +32,15 @@ def draw_loads(loads: Sequence[Sequence[float]], labels: Sequence[str], title: s
     table = np.full((rows, columns), np.nan)
     for row, load in zip(table, loads):
         row[: len(load)] = load
-    figure = Figure(figsize=(min(max(4.5 + 0.09 * columns, 6.5), 16), min(max(1.9 + 0.24 * rows, 3.0), 18)), dpi=120, layout="constrained")
+    width, height = min(max(4.5 + 0.09 * columns, 6.5), 16), min(max(1.9 + 0.24 * rows, 3.0), 18)
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_facecolor("#b8b8b8")
     image = axes.imshow(table, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto", interpolation="nearest")
     dead = np.argwhere(table == 0)
-    if 0 < len(dead) <= _CROSSES:
+    has_crosses = columns <= _COLUMNS_WITH_CROSSES
+    if len(dead) and has_crosses:
         axes.scatter(dead[:, 1], dead[:, 0], marker="x", s=min(30.0, 2500 / columns), color="white", linewidths=0.9)
     axes.xaxis.set_major_locator(MaxNLocator(min(columns, 16), integer=True, min_n_ticks=1))
     axes.set(xlabel="expert", ylabel="layer", title=title, xlim=(-0.5, columns - 0.5))
@@ -56,8 +58,10 @@ def draw_loads(loads: Sequence[Sequence[float]], labels: Sequence[str], title: s
         axes.grid(which="minor", color="white", linewidth=0.8)
         axes.tick_params(which="minor", length=0)
     axes.spines[:].set_visible(False)
-    bar = figure.colorbar(image, extend="max", ticks=[0, 0.5, 1, 1.5, 2], shrink=1.0)
-    bar.set_label("share of tokens (1 = even, × = none)")
+    length = min(height - 0.9, 4.0)  # inches
+    shape: dict[str, Any] = {"shrink": length / (height - 0.9), "aspect": length / 0.16, "extendfrac": 0.06, "anchor": (0.0, 1.0)}
+    bar = figure.colorbar(image, extend="max", ticks=[0, 0.5, 1, 1.5, 2], **shape)
+    bar.set_label(f"share of tokens (1: even{', ×: none' if has_crosses else ''})")
     bar.outline.set_visible(False)  # type: ignore[operator]
     return figure
 
