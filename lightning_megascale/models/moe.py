@@ -6,6 +6,7 @@ Shapes: B batch, L sequence, T = B * L tokens, D model, E experts, K experts of 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ from lightning_megascale.ops.balance import (
     token_mask,
 )
 from lightning_megascale.ops.experts import swiglu_experts
+
+_UNTOLD = 1000  # training forwards; no optimizer step has as many microbatches
 
 
 class Router(nn.Module):
@@ -91,6 +94,7 @@ class Router(nn.Module):
         self.expert_bias: Tensor | None
         self.last_step: Tensor
         self.counts: RoutingCounts | None = None
+        self._forwards = 0
         self.share_counts: Share | None = None
         self.own_tokens: Share | None = None
         self.reset_parameters()
@@ -189,6 +193,15 @@ class Router(nn.Module):
         elif self.counts.vector.device != logits_BLE.device:
             self.counts.vector = self.counts.vector.to(logits_BLE.device)
         self.counts.add(indices_BLK, p_BLE, logits_BLE, mask_BL, dropped_BLK)
+        self._forwards += 1
+        learns = self.bias_rate > 0 or (self.balance_loss > 0 and self.balance_scope == "global")
+        if self._forwards == _UNTOLD and learns and not bool(self.last_step.any()):
+            warnings.warn(
+                f"after {_UNTOLD} training forwards nothing has told this router the loads of an optimizer step, so its bias never moves, "
+                "and its global balance loss balances nothing: train with MegascaleStrategy or MegascaleModule, or make one "
+                "lightning_megascale.parallel.expert_balance.Routers.alone(model) and call its settle(None) after each optimizer step",
+                stacklevel=2,
+            )
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, num_experts={self.num_experts}, top_k={self.top_k}, scores={self.scores}"

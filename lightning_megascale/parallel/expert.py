@@ -71,11 +71,23 @@ class SharedExperts:
             return results
 
         name = choose_dispatcher(indices.shape[1], state.ranks) if state.dispatcher == "auto" else state.dispatcher
-        results, extra = find_dispatcher(name)(tokens, state.ranks, compute, meanwhile)
+        results, extra = _checked(name, find_dispatcher(name)(tokens, state.ranks, compute, meanwhile), tokens.hidden)
         if state.copies is not None:
             results = _AllParts.apply(results, state.copies)
             results = results if len(results) == count else results[:count].clone()  # FSDP2 takes no views
         return results if meanwhile is None else (results, extra)
+
+
+def _checked(name: str, made: Any, hidden: Tensor) -> tuple[Tensor, Any]:
+    """What a dispatcher made, which may be somebody's own."""
+    results = made[0] if isinstance(made, tuple) and len(made) == 2 else made
+    if results is made or not isinstance(results, Tensor) or results.shape != hidden.shape or results.dtype != hidden.dtype:
+        found = f"{tuple(results.shape)} {results.dtype}" if isinstance(results, Tensor) else type(results).__name__
+        raise ValueError(
+            f"expert_dispatcher={name!r} returned {found}: it must return a pair of the results, {tuple(hidden.shape)} {hidden.dtype} in "
+            "the order of the tokens, and what meanwhile() returned (None without it)"
+        )
+    return results, made[1]
 
 
 # ---- one of several equal copies of the tokens -------------------------------------------------------------------------------------------

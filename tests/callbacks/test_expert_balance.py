@@ -98,7 +98,9 @@ class Module(L.LightningModule):
             if not getattr(self.trainer.strategy, "accepts_loss_sum", False):
                 return loss_sum / num_tokens
             return {"loss_sum": loss_sum, "num_tokens": num_tokens}
-        return self.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), labels=batch["labels"], use_cache=False).loss
+        return self.model(
+            input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), labels=batch["labels"], use_cache=False
+        ).loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         self.model(torch.zeros_like(batch["input_ids"]))

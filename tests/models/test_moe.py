@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megascale.models import moe
 from lightning_megascale.models.decoder import Decoder, DecoderConfig
 from lightning_megascale.models.layers import FeedForward
 from lightning_megascale.models.moe import GroupedExperts, MixtureOfExperts, Router, over_capacity
 from lightning_megascale.models.presets import PRESETS
 from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
 from lightning_megascale.ops.balance import update_bias
+from lightning_megascale.parallel.expert_balance import Routers
 from lightning_megascale.parallel.init import materialize
 
 DOUBLE = torch.float64
@@ -482,3 +485,21 @@ def test_wrong_configs_are_named():
         assert message in str(error.value), str(error.value)
     with pytest.raises(ValueError, match="hidden_size"):
         DecoderConfig.from_dict({"vocab_size": 4, "num_experts": 8})
+
+
+def test_a_router_that_nobody_tells_its_loads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a Trainer without the strategy the bias would stay where it is, silently."""
+    monkeypatch.setattr(moe, "_UNTOLD", 3)
+    told, untold = (Router(8, 4, 2, bias_rate=0.1) for _ in range(2))
+    hidden = torch.randn(2, 4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(5):
+            told(hidden)
+            if number == 0:
+                Routers.alone(told).settle(None)  # type: ignore[union-attr]
+        for _ in range(2):
+            untold(hidden)
+    with pytest.warns(UserWarning, match="so its bias never moves"):
+        untold(hidden)
+    assert told.expert_bias.any() and not untold.expert_bias.any()  # type: ignore[union-attr]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_megascale.models.decoder import Decoder, DecoderConfig
 from lightning_megascale.models.moe import Router
+from lightning_megascale.parallel import expert
 from lightning_megascale.parallel.model_check import check_model
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.verification import verify
@@ -178,3 +179,9 @@ def test_ranks_that_do_not_make_the_axis() -> None:
 def test_a_transformers_model_without_experts_is_refused_by_name() -> None:
     (report,) = verify(lambda: huggingface.build("Llama"), axes=["fsdp2xep2"], label_alignment="huggingface", timeout=60)
     assert "expert_parallel_size=2: no experts are known in LlamaForCausalLM" in str(report.refused)
+
+
+@pytest.mark.parametrize("made", [3, (torch.zeros(2, 2), None), (None, None)], ids=["a number", "another shape", "nothing"])
+def test_a_dispatcher_of_ones_own_must_return_results(made: Any) -> None:
+    with pytest.raises(ValueError, match=r"expert_dispatcher='kernel' returned .*: it must return a pair of the results, \\(4, 2\\)"):
+        expert._checked("kernel", made, torch.zeros(4, 2))
