@@ -62,7 +62,8 @@ class _Messages:
 
 
 def _missing(roles: Roles, sequence_parallel: bool) -> list[str]:
-    needed = ["colwise", "rowwise"] + (["attention", "mlp", "norms", "embedding"] if sequence_parallel else [])
+    regions = ["attention", *([] if roles.experts else ["mlp"])]  # experts take each rank's own tokens, nothing is gathered for them
+    needed = ["colwise", "rowwise"] + ([*regions, "norms", "embedding"] if sequence_parallel else [])
     why = {
         "colwise": "the linears split by output features",
         "rowwise": "the linears split by input features",

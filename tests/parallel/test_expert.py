@@ -185,3 +185,11 @@ def test_a_transformers_model_without_experts_is_refused_by_name() -> None:
 def test_a_dispatcher_of_ones_own_must_return_results(made: Any) -> None:
     with pytest.raises(ValueError, match=r"expert_dispatcher='kernel' returned .*: it must return a pair of the results, \(4, 2\)"):
         expert._checked("kernel", made, torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("axes", ["tp", "tp+sp"])
+@pytest.mark.parametrize("family", [pytest.param("moe-like", marks=pytest.mark.slow), "ep2"])
+def test_blocks_with_nothing_but_experts(family: str, axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No dense layer and no shared expert: no feed-forward is left that tensor parallelism would cut."""
+    monkeypatch.setitem(parity.MIXTURE, "num_shared_experts", 0)
+    parity.check(parity.default_case(axes=axes, family=family))
