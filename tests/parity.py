@@ -565,7 +565,8 @@ def _compare_bf16(case: Case, mine: dict[str, Any]) -> None:
     error, allowed = distance(mine["gradients"][0], exact["gradients"][0]), distance(single["gradients"][0], exact["gradients"][0])
     assert error <= 1.5 * allowed, f"gradients: error {error:.2e} against float64, one device in bf16 has {allowed:.2e}"
     off, granted = abs(mine["losses"][0] - exact["losses"][0]), abs(single["losses"][0] - exact["losses"][0])
-    assert off <= 1.5 * granted + 2e-3, f"loss: error {off:.2e} against float64, one device in bf16 has {granted:.2e}"
+    # one device's error of one number may be near 0 by luck: a quarter of the gap between bfloat16 numbers of its size is granted
+    assert off <= 1.5 * granted + 2**-8, f"loss: error {off:.2e} against float64, one device in bf16 has {granted:.2e}"
     assert error > 1e-4 * global_norm(exact["gradients"][0]), "bfloat16 gave float32's numbers: precision was ignored"
 
 
