@@ -65,7 +65,9 @@ class SharedExperts:
 
         def compute(rows: Tensor, ids: Tensor, of: Tensor) -> Tensor:
             with own_experts(self, state.ranks.each) as parameters:
-                results = own_forward(rows, ids, of.to(weights.dtype)) if len(rows) else rows * of.to(rows.dtype)
+                if len(rows):
+                    return own_forward(rows, ids, of.to(weights.dtype))
+                results = rows * of.to(rows.dtype)
                 for parameter in parameters:  # in the graph also where no token came: every rank has every gradient
                     results = results + parameter.flatten()[:0].sum().to(results.dtype)
             return results

@@ -149,7 +149,8 @@ def fit(
     **arguments: Any,
 ) -> dict[str, Any]:
     """On every rank. ``plan``: of MegascaleStrategy; "ddp"; None: a Trainer as it is."""
-    context_proof._enabled = False
+    if isinstance(plan, dict) and "context_parallel_size" in plan:
+        context_proof._enabled = False  # in a forked rank, so nothing to put back
     callback = ExpertBalanceMonitor(**{"every_n_steps": BATCHES, "heatmap_every_n_steps": None, **(monitor or {})})
     records, module = Records(), Module(make(), padded, validates)
     strategy: Any = "auto" if plan is None else DDPStrategy(process_group_backend="gloo")
