@@ -195,7 +195,7 @@ def apply_experts(model: nn.Module, layout: ModelLayout, views: MeshViews, exper
     Returns:
         the modules of experts, which are to be sharded over ``experts.shard``.
     """
-    roles, axis = Roles.of(model, layout), None
+    roles = Roles.of(model, layout)
     has_copies = views.tensor is not None and views.tensor.size() > 1 and not plan.sequence_parallel
     copies = tensor_axis(views.tensor.get_group()) if has_copies and views.tensor is not None else None
     payload = None if plan.expert_payload_dtype is None else getattr(torch, plan.expert_payload_dtype)
@@ -239,7 +239,7 @@ def _nodes(mesh: DeviceMesh | None) -> ExpertRanks:
         return replace(alone, nodes=None)
     me = mesh.get_local_rank()
     inside, across = (
-        next(_axis_of([ranks[r] for r in part], group) for part in parts if me in part) for parts in (members, peers)
+        next(_axis_of([ranks[r] for r in part]) for part in parts if me in part) for parts in (members, peers)
     )  # fmt: skip
     return replace(alone, nodes=nodes, inside=inside, across=across)
 
@@ -262,7 +262,7 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def _axis_of(ranks: list[int], parent: dist.ProcessGroup) -> TensorAxis:
+def _axis_of(ranks: list[int]) -> TensorAxis:
     """A group made by its members alone; a single rank needs none."""
     if len(ranks) == 1:
         return TensorAxis("", 1, 0)
