@@ -113,18 +113,27 @@ def bytes_across(top_k: int, num_nodes: int, num_experts: int, *, once_a_node: b
     return (num_nodes - 1) * (1 - none)
 
 
-SAVES_ENOUGH = 1.5
-"""Ratio of bytes across nodes from which on a second hop pays: below it, what a hop costs inside of a node (each row is sorted, copied and
-sent once more) eats what is saved between nodes. Measured in tests/benchmarks/moe_links.py: at a ratio of 1.3 (top-2 over two nodes) the
-straight way is faster, at 3.9 (top-8) the second hop is."""
+MESSAGE, SECOND_HOP = 0.2, 0.5
+"""What a message between nodes and the hop inside of a node cost, in units of a rank's own tokens crossing once. Fitted to
+tests/benchmarks/moe_links.py at 2 and 4 nodes x 2 ranks, top-2 and top-8; they are relative, because ranks may hold different numbers of
+tokens and have to choose alike."""
+
+
+def cost_across(top_k: int, ranks: ExpertRanks, *, once_a_node: bool) -> float:
+    """Time of a layer's way between nodes in the units of ``MESSAGE``: bytes, messages (W - n straight, N - 1 once a node) and the hop."""
+    assert ranks.inside is not None
+    sent = bytes_across(top_k, ranks.num_nodes, ranks.num_experts, once_a_node=once_a_node)
+    if once_a_node:
+        return sent + MESSAGE * (ranks.num_nodes - 1) + SECOND_HOP
+    return sent + MESSAGE * (ranks.axis.size - ranks.inside.size)
 
 
 def choose_dispatcher(top_k: int, ranks: ExpertRanks) -> str:
-    """The dispatcher that "auto" means: "alltoall", or "two_hop_dedup" where it saves enough between nodes."""
+    """The dispatcher that "auto" means: "alltoall" or "two_hop_dedup", whichever costs less; the same on every rank."""
     if ranks.num_nodes == 1 or ranks.inside is None or ranks.inside.size == 1:
         return "alltoall"
-    straight, once = (bytes_across(top_k, ranks.num_nodes, ranks.num_experts, once_a_node=how) for how in (False, True))
-    return "two_hop_dedup" if straight >= SAVES_ENOUGH * once else "alltoall"
+    straight, once = (cost_across(top_k, ranks, once_a_node=how) for how in (False, True))
+    return "two_hop_dedup" if once < straight else "alltoall"
 
 
 # ---- counts ------------------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Tokens to experts over slow links: the dispatchers, their bytes between nodes against the formula, and what "auto" picks.
 
-Run as root: ``python -m tests.benchmarks.moe_links [nodes=2,4] [rate=200mbit] [top_k=2,8] [rounds=7] [tokens=512] [width=512]``.
+Run as root: ``python -m tests.benchmarks.moe_links [nodes=2,4] [rate=200mbit] [top_k=2,8] [rounds=7] [tokens=512] [width=512] [each=2]``.
 
-Every node is a network namespace whose link is shaped to ``rate``, with two ranks in it. A turn is one layer's forward: tokens to 16
+Every node is a network namespace whose link is shaped to ``rate``, with ``each`` ranks in it. A turn is one layer's forward: tokens to 16
 experts that return them as they came, and back. Dispatchers take turns in one run; figures are medians, ratios are medians of the ratios
 inside a round. Bytes are what the node's device sent in a turn (headers too), against ``bytes_across`` for experts chosen evenly.
 """
@@ -65,9 +65,9 @@ def measure(top_ks: list[int], rounds: int, tokens: int, width: int) -> dict[str
     return found
 
 
-def expected_bytes(top_k: int, count: int, tokens: int, width: int, name: str) -> float:
+def expected_bytes(top_k: int, count: int, tokens: int, width: int, name: str, each: int = EACH) -> float:
     """What a node sends in a turn: the tokens of its ranks, and the results of others' tokens, float32."""
-    return 2 * EACH * tokens * width * 4 * bytes_across(top_k, count, EXPERTS, once_a_node=name == "two_hop_dedup")
+    return 2 * each * tokens * width * 4 * bytes_across(top_k, count, EXPERTS, once_a_node=name == "two_hop_dedup")
 
 
 def summary(results: list[dict[str, Any]], top_k: int) -> dict[str, tuple[float, float]]:
@@ -81,7 +81,7 @@ def summary(results: list[dict[str, Any]], top_k: int) -> dict[str, tuple[float,
 
 
 def main(arguments: list[str]) -> None:
-    given = {"nodes": "2,4", "rate": "200mbit", "top_k": "2,8", "rounds": "7", "tokens": "512", "width": "512"}
+    given = {"nodes": "2,4", "rate": "200mbit", "top_k": "2,8", "rounds": "7", "tokens": "512", "width": "512", "each": f"{EACH}"}
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key not in given:
@@ -90,18 +90,19 @@ def main(arguments: list[str]) -> None:
     reason = links.missing()
     if reason:
         sys.exit(f"cannot run: {reason}")
-    top_ks, tokens, width = [int(k) for k in given["top_k"].split(",")], int(given["tokens"]), int(given["width"])
+    top_ks = [int(k) for k in given["top_k"].split(",")]
+    tokens, width, each = (int(given[name]) for name in ("tokens", "width", "each"))
     table = Table("nodes x ranks", "top-k", "dispatcher", "seconds", "alltoall / it", "MB sent by a node", "formula", "auto")
     for count in map(int, given["nodes"].split(",")):
         with links.nodes(count, given["rate"]) as nodes:
-            results = nodes.run("tests.benchmarks.moe_links:measure", EACH, top_ks, int(given["rounds"]), tokens, width, timeout=600)
+            results = nodes.run("tests.benchmarks.moe_links:measure", each, top_ks, int(given["rounds"]), tokens, width, timeout=600)
         for top_k in top_ks:
             found = summary(results, top_k)
             for name, (seconds, sent) in found.items():
-                formula = expected_bytes(top_k, count, tokens, width, name)
+                formula = expected_bytes(top_k, count, tokens, width, name, each)
                 picked = "picked" if results[0][str(top_k)]["auto"] == name else ""
                 ratio = found["alltoall"][0] / seconds
-                row = (f"{count} x {EACH}", str(top_k), name, f"{seconds:.3f}", f"{ratio:.2f}", f"{sent / 1e6:.2f}", f"{formula / 1e6:.2f}")
+                row = (f"{count} x {each}", str(top_k), name, f"{seconds:.3f}", f"{ratio:.2f}", f"{sent / 1e6:.2f}", f"{formula / 1e6:.2f}")
                 table.add_row(*row, picked)
     Console().print(table)
 
