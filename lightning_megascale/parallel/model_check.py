@@ -64,11 +64,6 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
     wrong += _published(model, plan) if is_published(model) else []
     wrong += _chunked(model, plan, layout)
     wrong += _experts(plan, layout)
-    if plan.activation_checkpointing == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
-        wrong.append(
-            "activation_checkpointing='selective' and the model's config.use_cache=True: the cache keeps what is recomputed; set "
-            "model.config.use_cache = False for training"
-        )
     if plan.pipeline_parallel_size > 1 and not wrong:
         wrong = _check_pipeline(model, plan, layout)
     return wrong or _shared_between_units(module, model, layout, pipelined=plan.pipeline_parallel_size > 1)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_megascale.ops.all_to_all import ALL_TO_ALL, SUM_ROWS_BACK
@@ -87,7 +88,7 @@ def _recompute(module: nn.Module, mixin: type) -> None:
         return
     become(module, mixin)
     if mixin is not SelectiveRecompute and any(hasattr(child, "ep") for child in module.modules()):
-        module.contexts = partial(create_selective_checkpoint_contexts, _arrived_policy)  # type: ignore[assignment]
+        module.contexts = partial(_keeping, _arrived_policy)  # type: ignore[assignment]
 
 
 class FullRecompute:
@@ -99,9 +100,32 @@ class FullRecompute:
         call = super().__call__  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        args, kwargs = _without_cache(self, args, kwargs)
         options: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
         # both as positional arguments: torch looks in there for the devices whose random state it must keep
         return checkpoint(partial(_unpacked, call), args, kwargs, use_reentrant=False, **options)
+
+
+def _without_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments without transformers' cache of keys and values, in which a second forward would append the same tokens once more.
+
+    A model with ``config.use_cache=True`` makes an empty one for every call; nobody reads it in training.
+
+    Raises:
+        ValueError: for a cache that holds tokens already, which the layers have to see.
+    """
+
+    def kept(value: Any) -> Any:
+        if not hasattr(value, "get_seq_length"):
+            return value
+        if length := value.get_seq_length():
+            raise ValueError(
+                f"{type(module).__name__} gets a {type(value).__name__} of {length} tokens and is recomputed in the backward, which would "
+                "append its own once more: call the model without a cache, or use activation_checkpointing=None"
+            )
+        return None
+
+    return tuple(map(kept, args)), {key: kept(value) for key, value in kwargs.items()}
 
 
 class OffloadedRecompute(FullRecompute):
@@ -115,6 +139,7 @@ class OffloadedRecompute(FullRecompute):
         call = super(FullRecompute, self).__call__  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        args, kwargs = _without_cache(self, args, kwargs)
         moved: list[Tensor] = []
         rest = _set_apart((args, kwargs), moved)
         options: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
@@ -182,8 +207,8 @@ def _saved_operators() -> frozenset[Any]:
     return frozenset(found | {ROW_LINEAR, *ARRIVED})
 
 
-ARRIVED = frozenset((ALL_TO_ALL, SUM_ROWS_BACK, torch.ops.aten.topk.default))
-"""What comes from experts of other ranks, and who was chosen: no token is sent twice, and none gets other experts the second time."""
+ARRIVED = frozenset((ALL_TO_ALL, SUM_ROWS_BACK))
+"""What comes from experts of other ranks: no token is sent twice."""
 
 
 def _arrived_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -194,7 +219,52 @@ def _selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) ->
     return CheckpointPolicy.MUST_SAVE if operator in _saved_operators() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class _Choices(TorchDispatchMode):
+    """Who was chosen, of a forward for its recomputation: no token gets other experts the second time.
+
+    The selective contexts of torch cannot keep it: they keep the tensor itself, and routers divide what ``topk`` gave them in place.
+    """
+
+    def __init__(self, kept: list[Any], repeat: bool) -> None:
+        super().__init__()
+        self.kept, self.repeat = kept, repeat
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not torch.ops.aten.topk.default:
+            return func(*args, **(kwargs or {}))
+        if self.repeat:
+            return self.kept.pop(0)
+        values, indices = func(*args, **(kwargs or {}))
+        self.kept.append((values.clone(), indices.clone()))
+        return values, indices
+
+
+class _Both(AbstractContextManager):
+    """Two contexts, the second inside of the first."""
+
+    def __init__(self, *contexts: AbstractContextManager) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+def _keeping(policy: Callable[..., CheckpointPolicy]) -> tuple[AbstractContextManager, AbstractContextManager]:
+    kept: list[Any] = []
+    forward, again = create_selective_checkpoint_contexts(policy)
+    return _Both(forward, _Choices(kept, False)), _Both(again, _Choices(kept, True))
+
+
 class SelectiveRecompute(FullRecompute):
     """A module of which only the listed operators' outputs are kept."""
 
-    contexts = staticmethod(partial(create_selective_checkpoint_contexts, _selective_policy))
+    contexts = staticmethod(partial(_keeping, _selective_policy))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_megascale.models.decoder import Decoder
 from lightning_megascale.models.layers import Attention, FeedForward
@@ -142,6 +143,43 @@ def test_any_arguments_and_results_and_a_block_given_twice() -> None:
 def test_errors(mode: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         apply_recompute(list(build(case(SWIGLU)).layers), mode)
+
+
+def _transformers_numbers(family: str, mode: str | None, cache: bool, padded: bool) -> list[Tensor]:
+    sizes: dict[str, Any] = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    torch.manual_seed(0)
+    if family == "Mixtral":  # its router divides what topk gave it in place
+        config: Any = MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, use_cache=cache)
+        model: Any = MixtralForCausalLM(config)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, use_cache=cache))
+    apply_recompute(list(model.model.layers), mode)
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    loss = model(input_ids=ids, labels=ids, attention_mask=mask if padded else None).loss
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_transformers_blocks_with_their_cache(family: str, mode: str, cache: bool, padded: bool) -> None:
+    """Appending to a cache twice attends to twice the keys; without a mask nothing would even fail."""
+    for got, wanted in zip(_transformers_numbers(family, mode, cache, padded), _transformers_numbers(family, None, False, padded)):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_cache_that_holds_tokens_is_refused() -> None:
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    ids = torch.arange(8)[None]
+    prefix = model(input_ids=ids, use_cache=True)
+    given = getattr(prefix, "past_key_values", None) or prefix.cache
+    apply_recompute(list(model.model.layers), "full")
+    with pytest.raises(ValueError, match="gets a DynamicCache of 8 tokens and is recomputed in the backward"):
+        model(input_ids=ids, **{"past_key_values" if hasattr(prefix, "past_key_values") else "cache": given})
 
 
 def _compiled_inside() -> tuple[bool, int]:
