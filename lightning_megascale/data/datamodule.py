@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
-
 from lightning_megascale.data.cache import defect
+from lightning_megascale.data.positioned import BatchLoader, PositionedDataModule
 from lightning_megascale.data.quickstart import SMALLEST_VOCABULARY, load_tokenizer, prepare_text, text_folder
 from lightning_megascale.data.ranks import data_parallel_position
 from lightning_megascale.data.shards import TokenShards
@@ -19,55 +16,8 @@ from lightning_megascale.data.stream import SequenceStream, ignored
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Batch = dict[str, torch.Tensor]
 
-
-class BatchLoader:
-    """A loader of known length that decides what to read when the first batch is asked for, not when it is made.
-
-    Lightning creates iterators before it restores a checkpoint, for example when ``configure_optimizers`` asks for
-    ``trainer.estimated_stepping_batches``; an iterator that had chosen its start by then would begin the epoch again. It is no
-    ``DataLoader``, so Lightning puts no sampler of its own into it. Workers only change who reads, never what or in which order.
-
-    Args:
-        stream: the sequences.
-        batches: gives the positions of every batch from here to the end of the epoch.
-        length: batches in a whole epoch.
-        batch_size: rows per batch.
-        num_workers: reading processes; 0 reads in this one.
-        on_epoch: called by Lightning with the epoch's number, after restoring and before the first batch.
-    """
-
-    def __init__(
-        self,
-        stream: SequenceStream,
-        batches: Callable[[], Iterable[list[int]]],
-        length: Callable[[], int],
-        batch_size: int,
-        num_workers: int = 0,
-        on_epoch: Callable[[int], None] | None = None,
-    ) -> None:
-        self.stream, self.batches, self.length, self.on_epoch = stream, batches, length, on_epoch
-        self.batch_size, self.num_workers = batch_size, num_workers
-        self.batch_sampler = None  # Lightning looks for one where there is a sampler
-
-    @property
-    def sampler(self) -> BatchLoader:
-        """Itself: where Lightning looks for ``set_epoch``."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        if self.on_epoch is not None:
-            self.on_epoch(epoch)
-
-    def __len__(self) -> int:
-        return self.length()
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield from DataLoader(self.stream, batch_sampler=self.batches(), num_workers=self.num_workers, pin_memory=torch.cuda.is_available())
-
-
-class TextDataModule(LightningDataModule):
+class TextDataModule(PositionedDataModule):
     """Language modelling on the text that ships with Python, read from WebDataset shards in a cache folder.
 
     Batches are dicts of Hugging Face's keys: ``input_ids`` and ``labels``, both (batch_size, sequence_length) int64, the labels an
@@ -109,14 +59,11 @@ class TextDataModule(LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers)
         _check_arguments(sequence_length, batch_size, vocab_size, validation_fraction, num_workers)
-        self.sequence_length, self.batch_size, self.num_workers, self.seed = sequence_length, batch_size, num_workers, seed
+        self.sequence_length, self.seed = sequence_length, seed
         self.cache_dir, self.vocab_size, self.validation_fraction = cache_dir, vocab_size, validation_fraction
         self._tokenizer: PreTrainedTokenizerFast | None = None
-        self._run: Any = None  # the trainer that the position below belongs to
-        self._start, self._start_batches = 0, 0  # sequences trained on when Lightning had finished so many batches
-        self._restored_global_batch: int | None = None
 
     @property
     def folder(self) -> Path:
@@ -140,8 +87,7 @@ class TextDataModule(LightningDataModule):
         train, validation = (TokenShards(sorted(folder.glob(f"{split}-*.tar"))) for split in ("train", "validation"))
         self.train_stream = SequenceStream(train, self.sequence_length, end, self.seed)
         self.validation_stream = SequenceStream(validation, self.sequence_length, end)
-        if self.trainer is not self._run:
-            self._run, self._start, self._start_batches = self.trainer, 0, 0
+        super().setup(stage)
 
     def train_dataloader(self) -> BatchLoader:
         return BatchLoader(
@@ -158,43 +104,9 @@ class TextDataModule(LightningDataModule):
         )
 
     @property
-    def position(self) -> int:
-        """Sequences of the training stream trained on so far, over all ranks; the next one is this position's."""
-        finished = self._progress.total.processed - self._start_batches if self.trainer is not None else 0
-        return self._start + finished * self._global_batch
-
-    def state_dict(self) -> dict[str, Any]:
-        finished = self._progress.total.processed if self.trainer is not None else 0
-        return {"position": self.position, "batches": finished, "global_batch": self._global_batch, "data": self._identity}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the position of a checkpoint.
-
-        Raises:
-            ValueError: when the checkpoint counted positions of another stream, naming what differs.
-        """
-        changed = [f"{key} {old!r} -> {self._identity[key]!r}" for key, old in state_dict["data"].items() if self._identity[key] != old]
-        if changed:
-            raise ValueError(
-                f"the checkpoint's position is of other data: {', '.join(changed)}."
-                " Restore these values, or start a new run (run.name=new), or from the beginning (resume=never)"
-            )
-        self._start, self._start_batches = state_dict["position"], state_dict["batches"]
-        self._restored_global_batch = state_dict["global_batch"]
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        """All that decides what a position means."""
+    def identity(self) -> dict[str, Any]:
+        """The text, how it is cut, and the seed."""
         return {"text": self.folder.name, "sequence_length": self.sequence_length, "seed": self.seed}
-
-    @property
-    def _progress(self) -> Any:
-        assert self.trainer is not None
-        return self.trainer.fit_loop.epoch_loop.batch_progress
-
-    @property
-    def _global_batch(self) -> int:
-        return self.batch_size * data_parallel_position(self.trainer)[1]
 
     def _ready_folder(self) -> Path:
         if (problem := defect(self.folder)) is not None:
@@ -205,15 +117,8 @@ class TextDataModule(LightningDataModule):
         return self.folder
 
     def _train_length(self) -> int:
-        accumulated = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
-        steps = len(self.train_stream) // (self._global_batch * accumulated)
-        if not steps:
-            raise ValueError(
-                f"one optimizer step needs batch_size {self.batch_size} x data-parallel size {self._global_batch // self.batch_size}"
-                f" x accumulation {accumulated} = {self._global_batch * accumulated} sequences, the text has {len(self.train_stream)} of"
-                f" {self.sequence_length} tokens: lower batch_size, accumulation or sequence_length"
-            )
-        return steps * accumulated
+        held = len(self.train_stream)
+        return self._epoch_length(held, f"the text has {held} of {self.sequence_length} tokens")
 
     def _train_batches(self) -> Iterator[list[int]]:
         rank, size = data_parallel_position(self.trainer)
@@ -224,19 +129,6 @@ class TextDataModule(LightningDataModule):
         for batch in range(self._train_length() - done):
             start = first + batch * size * self.batch_size + rank * self.batch_size
             yield list(range(start, start + self.batch_size))
-
-    def _align_restored_progress(self, epoch: int) -> None:
-        """After a restore under another global batch: Lightning's count of this epoch's batches, converted to batches of this run.
-
-        Lightning ends an epoch when its restored count reaches the loader's length; a count in other units would end it early or late.
-        """
-        old, self._restored_global_batch = self._restored_global_batch, None
-        if old is None or old == self._global_batch:
-            return
-        current = self._progress.current
-        shift = current.processed * old // self._global_batch - current.processed
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(current, name, getattr(current, name) + shift)
 
 
 def validation_batches(sequences: int, batch_size: int, rank: int, size: int) -> list[list[int]]:
