@@ -220,7 +220,7 @@ class MegascaleModule(pl.LightningModule):
             if self._routers is None:
                 everyone = [dist.group.WORLD] if dist.is_available() and dist.is_initialized() else []
                 self._routers = Routers.alone(self, [group for group in everyone if group is not None]) or Routers([])
-            self._routers.settle(None)
+            self._routers.settle()
 
     # ---- optimizer -------------------------------------------------------------------------------------------------------
 

@@ -422,6 +422,8 @@ def train_single(
         total, tokens = 0.0, 0
         routing.attach(working)
         for index in range(step * accumulate, (step + 1) * accumulate):
+            held = data[index].get("attention_mask", torch.ones_like(data[index]["labels"]))
+            routing.labels_per_token = int((data[index]["labels"] != -100).sum()) / int(held.sum())
             for share in range(shares):
                 for part in range(parts):
                     size = rows_of(case) // shares // parts
@@ -441,7 +443,7 @@ def train_single(
         result["gradients"].append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
-        routing.settle(model, tokens)
+        routing.settle(model)
     result["parameters"] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return result
 

@@ -20,7 +20,6 @@ from lightning_megascale.ops.balance import (
     Share,
     expert_fractions,
     is_counted,
-    labels_per_token,
     load_balancing_loss,
     router_z_loss,
     step_fractions,
@@ -90,7 +89,7 @@ class Router(nn.Module):
         self.balance_loss, self.balance_scope, self.z_loss, self.bias_rate = balance_loss, balance_scope, z_loss, bias_rate
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.register_buffer("expert_bias", torch.empty(num_experts, dtype=torch.float32) if bias_rate > 0 else None)
-        self.register_buffer("last_step", torch.empty(num_experts + 1, dtype=torch.float64))
+        self.register_buffer("last_step", torch.empty(num_experts, dtype=torch.float64))
         self.expert_bias: Tensor | None
         self.last_step: Tensor
         self.counts: RoutingCounts | None = None
@@ -179,7 +178,7 @@ class Router(nn.Module):
         if self.z_loss > 0:
             loss = loss + self.z_loss * router_z_loss(logits_BLE, mask_BL)
         tokens = loss.new_tensor(logits_BLE.shape[:-1].numel()) if mask_BL is None else mask_BL.sum()
-        return add_auxiliary_loss(weights_BLK, loss, tokens=tokens, labels_per_token=labels_per_token(self.last_step, self.top_k))
+        return add_auxiliary_loss(weights_BLK, loss, tokens=tokens)
 
     def _fractions(self, indices_BLK: Tensor, mask_BL: Tensor | None) -> Tensor:
         if self.balance_scope == "global":
@@ -199,7 +198,7 @@ class Router(nn.Module):
             warnings.warn(
                 f"after {_UNTOLD} training forwards nothing has told this router the loads of an optimizer step, so its bias never moves, "
                 "and its global balance loss balances nothing: train with MegascaleStrategy or MegascaleModule, or make one "
-                "lightning_megascale.parallel.expert_balance.Routers.alone(model) and call its settle(None) after each optimizer step",
+                "lightning_megascale.parallel.expert_balance.Routers.alone(model) and call its settle() after each optimizer step",
                 stacklevel=2,
             )
 

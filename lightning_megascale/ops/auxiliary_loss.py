@@ -22,11 +22,29 @@ class MicrobatchWeight:
         unit: what one label of the microbatch weighs, 0-dim tensor or number: ``value`` over the labels that it counts; None where a step's
             loss is not weighted at all.
         tokens: bool (B, L), this rank's tokens that are no padding; None: all of them.
+
+    Attributes:
+        labels_per_token: labels over tokens of all that run together with this microbatch (its rows, on all ranks; the microbatches of a
+            pipeline), 0-dim or a number; known when its backward starts.
+        is_used: a layer's loss has this weight.
+        seen: over how many tokens the first such loss is a mean, 0-dim; None when none says.
     """
 
     def __init__(self, value: Tensor | float | None = None, unit: Tensor | float | None = None, tokens: Tensor | None = None) -> None:
         self.value, self.unit, self.tokens = value, unit, tokens
+        self.labels_per_token: Tensor | float = 1.0
         self.is_used = False
+        self.seen: Tensor | None = None
+
+    def held(self, slices: int) -> Tensor | None:
+        """This rank's tokens, 0-dim: counted by the mask, else those that a layer saw; None when neither is known.
+
+        Args:
+            slices: in how many equal parts the sequence is dealt out where layers see it.
+        """
+        if self.tokens is not None:
+            return self.tokens.sum()
+        return None if self.seen is None else self.seen * slices
 
 
 _current: list[MicrobatchWeight] = [MicrobatchWeight(1.0)]
@@ -53,21 +71,20 @@ def current_token_mask() -> Tensor | None:
     return _current[0].tokens
 
 
-def add_auxiliary_loss(hidden: Tensor, loss: Tensor, *, tokens: Tensor | None = None, labels_per_token: Tensor | float = 1.0) -> Tensor:
+def add_auxiliary_loss(hidden: Tensor, loss: Tensor, *, tokens: Tensor | None = None) -> Tensor:
     """``hidden`` unchanged, with ``loss`` added to whatever loss its use ends in.
 
     The step's loss is a mean over a microbatch, weighted by what the microbatch counts; ``loss``, a mean over the same microbatch, takes
     the same weight, on every pipeline stage and in every microbatch. Without MegascaleStrategy the weight is 1.
 
-    A layer's loss is a mean over tokens, though, and a microbatch may hold many tokens of which few have a label. With ``tokens`` its
-    weight is that of so many labels, times ``labels_per_token``: then the sum over microbatches and ranks is the mean over all tokens of
-    the step, however they are dealt out.
+    A layer's loss is a mean over tokens, though, and a rank may hold many tokens of which few have a label. With ``tokens`` its weight
+    is their share of all tokens that run together (on all ranks, in all microbatches of a pipeline): then the sum is the mean over these
+    tokens, however they are dealt out. Batches of an accumulation weigh by their labels, as the step's loss does.
 
     Args:
         hidden: any tensor on the way to the step's loss.
         loss: 0-dim, differentiable.
         tokens: 0-dim, over how many tokens ``loss`` is a mean; None: over what the step's loss counts.
-        labels_per_token: labels that a whole step counts over the tokens it holds, 0-dim or a number.
 
     Returns:
         ``hidden``, of the same shape and values.
@@ -81,15 +98,16 @@ def add_auxiliary_loss(hidden: Tensor, loss: Tensor, *, tokens: Tensor | None = 
         return hidden
     weight = _current[0]
     weight.is_used = True
-    labels = None if tokens is None else tokens.detach() * labels_per_token
-    joined: Tensor = _Join.apply(hidden, loss.reshape(()), weight, labels)
+    if tokens is not None and weight.seen is None:
+        weight.seen = tokens.detach()
+    joined: Tensor = _Join.apply(hidden, loss.reshape(()), weight, None if tokens is None else tokens.detach())
     return joined
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Tensor, weight: MicrobatchWeight, labels: Tensor | None) -> Tensor:
-        ctx.weight, ctx.labels, ctx.like = weight, labels, loss.new_empty(0)
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, weight: MicrobatchWeight, tokens: Tensor | None) -> Tensor:
+        ctx.weight, ctx.tokens, ctx.like = weight, tokens, loss.new_empty(0)
         return hidden.view_as(hidden)
 
     @staticmethod
@@ -98,6 +116,6 @@ class _Join(torch.autograd.Function):
         value = ctx.weight.value
         if value is None:
             raise RuntimeError("a backward ran before the strategy knew what its microbatch counts")
-        if ctx.labels is not None and ctx.weight.unit is not None:
-            value = ctx.labels * ctx.weight.unit
+        if ctx.tokens is not None and ctx.weight.unit is not None:
+            value = ctx.tokens.double() * ctx.weight.labels_per_token * ctx.weight.unit
         return gradient, torch.as_tensor(value, dtype=ctx.like.dtype, device=ctx.like.device).reshape(()), None, None

@@ -143,22 +143,10 @@ def step_fractions(last_step: Tensor) -> Tensor:
     in the detail", arXiv 2501.11873); this one is a step late instead.
 
     Args:
-        last_step: (E + 1,): assignments per expert, then labels.
+        last_step: (E,), assignments per expert.
     """
-    counts_E = last_step[:-1]
-    total = counts_E.sum()
-    return torch.where(total > 0, counts_E / total.clamp(min=1), 1.0 / counts_E.shape[0])
-
-
-def labels_per_token(last_step: Tensor, top_k: int) -> Tensor:
-    """0-dim: labels over tokens of the last optimizer step; 1 before the first.
-
-    Args:
-        last_step: (E + 1,): assignments per expert, then labels.
-        top_k: K, assignments of a token.
-    """
-    tokens = last_step[:-1].sum() / top_k
-    return torch.where(tokens > 0, last_step[-1] / tokens.clamp(min=1), 1.0)
+    total = last_step.sum()
+    return torch.where(total > 0, last_step / total.clamp(min=1), 1.0 / last_step.shape[0])
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """What routers learn from a whole optimizer step, over all ranks and microbatches: the loads that balance the next one.
 
-A router here is a module with ``counts`` (ops/balance.py) and a buffer ``last_step``: assignments of each expert in the last step and the
-labels it counted. Its auxiliary loss and its bias are made of these, so they are the same for every plan, and no forward waits for others.
+A router here is a module with ``counts`` (ops/balance.py) and a buffer ``last_step``: assignments of each expert in the last step. Its
+global balance loss and its bias are made of these, so they are the same for every plan, and no forward waits for others.
 """
 
 from __future__ import annotations
@@ -52,12 +52,8 @@ class Routers:
             count_over(router, group)
 
     @torch.no_grad()
-    def settle(self, labels: Tensor | None) -> None:
-        """After an optimizer step: its loads become those of the last step, and biases move. One message for all routers.
-
-        Args:
-            labels: what the step's loss counted, 0-dim, over all ranks; None: as many as tokens.
-        """
+    def settle(self) -> None:
+        """After an optimizer step: its loads become those of the last step, and biases move. One message for all routers."""
         if not self._routers:
             return
         new = []
@@ -69,9 +65,7 @@ class Routers:
         for group in self._groups:
             dist.all_reduce(flat, group=group)
         for router, counts in zip(self._routers, flat.split([len(part) for part in new])):
-            tokens = counts.sum() / router.top_k
-            step = torch.cat([counts, (tokens if labels is None else labels.to(counts)).reshape(1)])
-            router.last_step.copy_(torch.where(tokens > 0, step, router.last_step))  # a step without tokens says nothing
+            router.last_step.copy_(torch.where(counts.sum() > 0, counts, router.last_step))  # a step without tokens says nothing
             if getattr(router, "expert_bias", None) is not None:
                 update_bias(router.expert_bias, counts, router.bias_rate)
 

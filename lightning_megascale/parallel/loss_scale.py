@@ -108,6 +108,18 @@ def real_tokens(batch: Any) -> torch.Tensor | None:
     return documents >= 0 if isinstance(documents, torch.Tensor) and documents.ndim == 2 else None
 
 
+def tokens_of(batch: Any) -> torch.Tensor | None:
+    """How many tokens, padding included, a batch has, 0-dim, by its ``input_ids``, ``inputs_embeds`` or ``labels`` (B, L, ...); None where
+    it has none of them."""
+    batch = vars(batch) if is_dataclass(batch) else batch
+    if isinstance(batch, Mapping):
+        for key in ("input_ids", "inputs_embeds", "labels"):
+            found = batch.get(key)
+            if isinstance(found, torch.Tensor) and found.ndim >= 2:
+                return torch.tensor(float(found.shape[0] * found.shape[1]), dtype=torch.float64, device=found.device)
+    return None
+
+
 def weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``loss * weight``, and exactly 0 with zero gradients where nothing counts (a mean over nothing is NaN)."""
     loss = loss if loss.dtype.itemsize >= 4 else loss.float()

@@ -165,12 +165,15 @@ class ContextProof:
 
     def _try_loss(self, whole: Any, step: Step, rest: tuple[Any, ...], pipeline: PipelineSteps | None) -> list[str]:
         names = names_of(whole)
-        if names.labels is None:
+        rows, length = names.tokens.shape[:2]
+        # batches may differ by rank, and ranks meet in every step: what one of them cannot try, none tries
+        unlabelled, short, single = self._agree([float(names.labels is None), float(length < 4), float(rows == 1)])
+        if unlabelled:
             return [NO_LABELS]
+        if short:
+            return [f"rows of {length} tokens, and on a rank of fewer than 4, are too short to try where the step scores its targets"]
         aligned, multiple = self._plan.label_alignment == "aligned", self._multiple
-        if names.tokens.shape[1] < 4:
-            return [f"rows of {names.tokens.shape[1]} tokens are too short to try where the step scores its targets: give at least 4"]
-        trial = Trial(whole, -(-8 // multiple) * multiple, 1 if pipeline is not None else 2, aligned)
+        trial = Trial(whole, -(-8 // multiple) * multiple, 1 if pipeline is not None or single else 2, aligned)
 
         def loss(targets: Sequence[Target], changed: slice | None = None, order: str = "cut") -> tuple[float, float]:
             """(sum of what is counted, how much that is). "whole": the batch as one device gets it; "shuffled": cut, in another order."""

@@ -67,7 +67,7 @@ class Trial:
 def judge(loss: Callable[..., tuple[float, float]], trial: Trial, looks_ahead: Callable[[], bool]) -> str | None:
     """What is wrong with a loss: "place" (it does not come from the target's token), "sum" (it is no sum over targets), "whole" (it is
     another one when the tokens lie otherwise, or than one device computes), "blind" (it is the same for all labels, so nothing can be
-    said), or None.
+    said), or None. The loss is asked equally often whatever it says: ranks meet in it, and may judge otherwise.
 
     Args:
         loss: (targets, changed tokens) -> (sum, count).
@@ -79,6 +79,9 @@ def judge(loss: Callable[..., tuple[float, float]], trial: Trial, looks_ahead: C
     other = [loss([(0, 0, 1)]), loss([(0, last, 0)])]
     later, own = loss([(0, 0, 0)], slice(1, None)), loss([(0, last, 1)], slice(last, last + 1))
     together = loss([(0, 0, 0), (0, last, 1), *([(1, 0, 0)] if trial.rows > 1 else [])])
+    first = 0 if trial.last == trial.tokens - 1 else -1  # -1: the label that no logits are scored against
+    every = [(row, place, place % 2) for row in range(trial.rows) for place in range(first, trial.last + 1)]
+    whole, shuffled = loss(every, None, "whole"), loss(every, None, "shuffled")
 
     def close(a: float, b: float) -> bool:
         return abs(a - b) <= trial.rounding * max(abs(a), abs(b))
@@ -95,9 +98,6 @@ def judge(loss: Callable[..., tuple[float, float]], trial: Trial, looks_ahead: C
     sums, counts = sum(value for value, _ in single), sum(count for _, count in single)
     if not close(together[0], sums) or not close(together[1], counts):
         return "sum"
-    first = 0 if trial.last == trial.tokens - 1 else -1  # -1: the label that no logits are scored against
-    every = [(row, place, place % 2) for row in range(trial.rows) for place in range(first, trial.last + 1)]
-    whole, shuffled = loss(every, None, "whole"), loss(every, None, "shuffled")
     return None if close(whole[0], shuffled[0]) and close(whole[1], shuffled[1]) else "whole"
 
 

@@ -72,6 +72,11 @@ AUXILIARY_WEIGHT = (
     "a layer of this pipeline stage adds an auxiliary loss, and training_step's num_tokens is not what the batch's labels count, so its "
     "weight was not known where the layer runs: return the number of labels that are not -100, or declare label_alignment or loss_weight"
 )
+AUXILIARY_TOKENS = (
+    "a layer of a pipeline stage adds a mean over {seen} tokens of a microbatch to the loss, and the batch tells {told}, by its input_ids, "
+    "inputs_embeds or labels (B, L): its weight against other ranks must be known before it runs. Give the batch input_ids of the "
+    "length that layers see, or use pipeline_parallel_size=1"
+)
 WEIGHT_FUNCTION = (
     "autograd function {names} takes a weight together with its input, so pipeline_schedule={schedule!r}, which runs the backward of "
     "inputs and of weights apart, runs its whole backward twice: use 'Interleaved1F1B', or a model without it"

@@ -24,7 +24,7 @@ from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microba
 from lightning_megascale.parallel.context import Context
 from lightning_megascale.parallel.context_call import prepare_call
 from lightning_megascale.parallel.layouts import is_published
-from lightning_megascale.parallel.loss_scale import Weights, real_tokens, rows_of, weigh, weighted
+from lightning_megascale.parallel.loss_scale import Weights, real_tokens, rows_of, tokens_of, weigh, weighted
 from lightning_megascale.parallel.microbatches import first_rows, split_rows
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
@@ -38,7 +38,7 @@ from lightning_megascale.strategies import pipeline_guards as guards
 from lightning_megascale.strategies.pipeline_logs import LogRecorder, MetricStates, NoLog, Results
 from lightning_megascale.strategies.pipeline_proof import LossProof, is_opaque
 from lightning_megascale.strategies.pipeline_state import ModuleState
-from lightning_megascale.strategies.steps import read_output
+from lightning_megascale.strategies.steps import read_output, share_tokens
 from lightning_megascale.support import ZERO_BUBBLE_SCHEDULES, schedule_name
 
 _KEPT_SCHEDULES = 4  # shapes of a batch that are remembered: each holds its receive buffers
@@ -94,6 +94,7 @@ class _Work:
     logs: list[LogRecorder] = field(default_factory=list)
     error: Exception | None = None
     auxiliary: list[MicrobatchWeight] = field(default_factory=list)
+    tokens: list[Tensor | None] = field(default_factory=list)
     counts_otherwise: bool = False
     rows: int = 0
     before: dict[str, Any] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class PipelineSteps:
         self._proof = LossProof()
         self._results = Results(self._group, pipeline.last_owner, device)
         self._told: set[str] = set()
-        self._looked = self._loss_checked = False
+        self._looked = self._loss_checked = self._tokens_checked = False
         self._evaluated = 0  # batches so far, which their random numbers follow
 
     # ---- steps ---------------------------------------------------------------------------------------------------------
@@ -221,7 +222,9 @@ class PipelineSteps:
         if not work.train:
             return MicrobatchWeight(1.0, tokens=tokens)
         weights = self._weigh(part)
-        return MicrobatchWeight(None if weights is None else weights.used, 1.0, tokens)
+        weight = MicrobatchWeight(None if weights is None else weights.used, 1.0, tokens)
+        work.tokens.append(tokens.sum() if tokens is not None else tokens_of(part))
+        return weight
 
     def _capture(self, work: _Work) -> list[Call] | _NotCalled:
         """The model's arguments for each microbatch."""
@@ -288,15 +291,40 @@ class PipelineSteps:
         self._built.move_to_end(key)
         schedule, stages = self._built[key]
         self._work = work
+        if work.train:
+            self._share_tokens(work)
         try:
             with self._metrics.over_batch(), NoLog(self._module):
                 run_schedule(schedule, stages, calls, self.pipeline.has_last)
         finally:
             self._work = None
             set_microbatch_weight(MicrobatchWeight(1.0))
+        if work.train and not self._tokens_checked:
+            self._check_tokens(work)
         if work.train and not self._looked and schedule_name(self._plan.pipeline_schedule) in ZERO_BUBBLE_SCHEDULES:
             self._looked = True
             self._refuse_weight_functions(stages)
+
+    def _share_tokens(self, work: _Work) -> None:
+        """Backwards begin before the last forwards, so what a token weighs comes from the batch."""
+        labels = [weight.value for weight in work.auxiliary if isinstance(weight.value, Tensor)]
+        if len(labels) == len(work.auxiliary):
+            loss = self._views.loss
+            share_tokens(work.auxiliary, work.tokens, torch.stack(labels).sum(), loss.get_group() if loss.size() > 1 else None)
+
+    def _check_tokens(self, work: _Work) -> None:
+        """After the first step: layers with a loss of their own must have seen the tokens that the batch told of."""
+        self._tokens_checked = True
+        slices = int(self._plan.tensor_parallel_size) if self._plan.sequence_parallel else 1
+        wrong = ""
+        for weight, told in zip(work.auxiliary, work.tokens):
+            if weight.seen is None or weight.tokens is not None:
+                continue
+            seen = int(weight.seen) * slices
+            if told is None or int(told) != seen:
+                wrong = guards.AUXILIARY_TOKENS.format(seen=seen, told="nothing" if told is None else int(told))
+        if self._agree([float(bool(wrong))])[0]:
+            raise ValueError(wrong or guards.FAILED_ELSEWHERE.format(text=guards.AUXILIARY_TOKENS.format(seen="others", told="others")))
 
     def _error_of_all(self, calls: list[Call] | Exception) -> Exception:
         """This rank's own error, or one with the words of the rank that has one."""

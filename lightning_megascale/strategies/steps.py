@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,22 +77,34 @@ class StepNumbers:
             if weights is None or self._group is None:
                 self._auxiliary.value = 1.0
                 return loss
-            return self._multiplied(loss, self.scale.share(loss.detach(), weights, self._group))
+            return self._multiplied(loss, weights.used, self.scale.share(loss.detach(), weights, self._group))
         assert self._weights is not None and self._loss is not None
         accumulate = module.trainer.accumulate_grad_batches
         if module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:
             self.begin_window(module)
         if accumulate == 1 and loss.dtype.itemsize >= 4:  # a half-precision loss could not carry n / N backward exactly
-            return self._multiplied(loss, self.scale.share(self._loss, self._weights, self._group))
+            return self._multiplied(loss, self._weights.used, self.scale.share(self._loss, self._weights, self._group))
         self.scale.add(self._loss, self._weights)
-        return self._multiplied(loss * accumulate, self._weights.used, 1.0)  # Lightning divided by it
+        return self._multiplied(loss * accumulate, self._weights.used, self._weights.used, 1.0)  # Lightning divided by it
 
-    def _multiplied(self, loss: torch.Tensor, weight: torch.Tensor, unit: torch.Tensor | float | None = None) -> torch.Tensor:
-        """``unit``: what one label weighs; None: 1 / N of the step whose share was just taken."""
+    def _multiplied(
+        self, loss: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor, unit: torch.Tensor | float | None = None
+    ) -> torch.Tensor:
+        """The loss times ``weight``.
+
+        Args:
+            loss: a mean.
+            labels: what it counts on this rank, 0-dim.
+            weight: its factor.
+            unit: what one label weighs; None: 1 / N of the step whose share was just taken.
+        """
         if unit is None:
             assert self.scale.step_labels is not None
             unit = 1.0 / torch.where(self.scale.step_labels > 0, self.scale.step_labels, 1.0)
         self._auxiliary.value, self._auxiliary.unit = weight, unit
+        if self._auxiliary.is_used:
+            slices = int(self._plan.tensor_parallel_size) if self._plan.sequence_parallel else 1
+            share_tokens([self._auxiliary], [self._auxiliary.held(slices)], labels, self._group)
         return weighted(loss, weight)
 
     def finish(self, module: pl.LightningModule, optimizer: Optimizer, partial: set[int]) -> None:
@@ -165,6 +177,30 @@ class StepNumbers:
                 "{'loss_sum': ..., 'num_tokens': ...}"
             )
         return weights
+
+
+def share_tokens(
+    weights: Sequence[MicrobatchWeight],
+    tokens: Sequence[torch.Tensor | None],
+    labels: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Tells layers how many labels a token stands for, of the microbatches that run together, over all ranks: one message.
+
+    Args:
+        weights: of these microbatches.
+        tokens: what each holds on this rank, 0-dim; where one is not known, nothing is told.
+        labels: what they count on this rank, 0-dim.
+        group: the loss view; None for a single rank.
+    """
+    known = [count for count in tokens if count is not None]
+    if len(known) < len(tokens):
+        return
+    sums = torch.stack([labels.double(), torch.stack([count.double().to(labels.device) for count in known]).sum()])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    for weight in weights:
+        weight.labels_per_token = sums[0] / sums[1].clamp(min=1)
 
 
 def read_output(output: Any) -> tuple[Any, torch.Tensor | None, Weights | None]:

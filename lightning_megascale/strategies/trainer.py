@@ -441,7 +441,7 @@ class MegascaleStrategy(Saving):
         with guards.explained(guards.IN_HOOK):
             result = super().optimizer_step(optimizer, closure_and_reductions, model, **kwargs)
         if self._done is not None and self._done.routers is not None:
-            self._done.routers.settle(self.numbers.scale.step_labels)
+            self._done.routers.settle()
         self._drop_whole_copies()
         return result
 

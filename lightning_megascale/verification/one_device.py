@@ -38,7 +38,6 @@ class OneDevice(SingleDeviceStrategy):
         self.step_loss: Tensor | None = None
         self.grad_norm: Tensor | None = None
         self._routers: Routers | None = None
-        self._labels: Tensor | None = None
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
@@ -61,8 +60,10 @@ class OneDevice(SingleDeviceStrategy):
         set_microbatch_weight(layers)
         output, loss, weights = read_output(super().training_step(*args, **kwargs))
         weights = weights or weigh(batch, "auto", None, self.root_device)
-        self._labels = None if weights is None else weights.used
-        layers.unit = None if self._labels is None else 1.0 / torch.where(self._labels > 0, self._labels, 1.0)
+        labels, held = None if weights is None else weights.used, layers.held(1)
+        layers.unit = None if labels is None else 1.0 / torch.where(labels > 0, labels, 1.0)
+        if labels is not None and held is not None:
+            layers.labels_per_token = labels / held.clamp(min=1)
         self.step_loss = None if loss is None else loss.detach()
         return output
 
@@ -70,7 +71,7 @@ class OneDevice(SingleDeviceStrategy):
         result = super().optimizer_step(*args, **kwargs)
         set_microbatch_weight(MicrobatchWeight(1.0))
         if self._routers is not None:
-            self._routers.settle(self._labels)
+            self._routers.settle()
         return result
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

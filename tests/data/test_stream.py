@@ -27,7 +27,7 @@ def shards(tmp_path: Path) -> TokenShards:
 
 def test_splitmix64_is_the_published_one() -> None:
     """The first outputs for seed 0 of the authors' splitmix64.c."""
-    from lightning_megascale.data.stream import _mix
+    from lightning_megascale.data.shuffle import _mix
 
     golden = np.uint64(0x9E3779B97F4A7C15)
     states = np.arange(3, dtype=np.uint64) * golden

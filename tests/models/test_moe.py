@@ -153,7 +153,7 @@ def test_scores_are_wide():
 def test_buffers_keep_their_types():
     ours = router(dtype=torch.float32, bias_rate=0.1)
     ours.expert_bias.copy_(torch.linspace(0.1, 1, EXPERTS))
-    ours.last_step.copy_(torch.arange(EXPERTS + 1) + 2**40 + 1)
+    ours.last_step.copy_(torch.arange(EXPERTS) + 2**40 + 1)
     before = {name: buffer.clone() for name, buffer in ours.named_buffers()}
     assert {name: buffer.dtype for name, buffer in before.items()} == {"expert_bias": torch.float32, "last_step": DOUBLE}
     for moved in (nn.Sequential(ours).bfloat16()[0], ours.half(), ours.double(), ours.to(torch.bfloat16), copy.deepcopy(ours)):
@@ -218,7 +218,7 @@ def expected_losses(made, hidden, mask, fractions):
 @pytest.mark.parametrize("scope", ["global", "sequence", "microbatch"])
 def test_losses_join_the_backward(scope, scores):
     made = router(balance_scope=scope, scores=scores, **BALANCED).train()
-    made.last_step.copy_(torch.tensor([9.0, 1, 2, 3, 4, 5, 6, 2, 8]))
+    made.last_step.copy_(torch.tensor([9.0, 1, 2, 3, 4, 5, 6, 2]))
     hidden, mask = draw(3, 9, WIDTH), torch.rand(3, 9) < 0.7
     set_microbatch_weight(MicrobatchWeight(1.0, tokens=mask))
     weights, indices = made(hidden)
@@ -228,7 +228,7 @@ def test_losses_join_the_backward(scope, scores):
     silent = torch.autograd.grad(made(hidden)[0], made.weight, gradient)[0]
     counted = F.one_hot(indices.view(3, 9, 2), EXPERTS).sum(2).double() * mask.unsqueeze(-1)
     fractions = {
-        "global": made.last_step[:-1] / 32,
+        "global": made.last_step / 32,
         "microbatch": counted.sum((0, 1)) / (2 * mask.sum()),
         "sequence": counted.sum(1, keepdim=True) / (2 * mask.sum(1).view(3, 1, 1)),
     }[scope]
@@ -237,12 +237,14 @@ def test_losses_join_the_backward(scope, scores):
 
 
 def test_weight_of_the_losses_is_that_of_their_tokens():
-    """A step of 10 labels, of which this microbatch has 3: with the last step's labels over tokens its 7 tokens weigh 7 * 0.5 / 10."""
+    """A step of 10 labels and 20 tokens, of which this rank has 3 and 7: its tokens weigh 7 * (10 / 20) / 10."""
     made = router(**BALANCED).train()
-    made.last_step.copy_(torch.tensor([4.0, 4, 4, 4, 4, 4, 4, 4, 8]))  # 16 tokens of 2, 8 labels
     hidden, mask = draw(1, 9, WIDTH), torch.arange(9).view(1, 9) < 7
-    set_microbatch_weight(MicrobatchWeight(0.3, unit=0.1, tokens=mask))
+    weight = MicrobatchWeight(0.3, unit=0.1, tokens=mask)
+    set_microbatch_weight(weight)
     weights, _ = made(hidden)
+    assert weight.is_used and int(weight.held(1)) == 7
+    weight.labels_per_token = 0.5
     ours = torch.autograd.grad(weights, made.weight, torch.zeros_like(weights))[0]
     loss = expected_losses(made, hidden, mask, torch.full((EXPERTS,), 1 / 8, dtype=DOUBLE))
     close(ours, 7 * 0.5 * 0.1 * torch.autograd.grad(loss, made.weight)[0])
@@ -497,7 +499,7 @@ def test_a_router_that_nobody_tells_its_loads_says_so(monkeypatch: pytest.Monkey
         for number in range(5):
             told(hidden)
             if number == 0:
-                Routers.alone(told).settle(None)  # type: ignore[union-attr]
+                Routers.alone(told).settle()  # type: ignore[union-attr]
         for _ in range(2):
             untold(hidden)
     with pytest.warns(UserWarning, match="so its bias never moves"):
