@@ -122,14 +122,15 @@ class ParallelPlan:
     def check(self, world_size: int) -> list[str]:
         """A message for every violated rule; empty when the plan can run on ``world_size`` ranks. No process group needed."""
         wrong = check_values(self)
-        if not wrong:
-            wrong = check_world(self, world_size)
+        if wrong:
+            return wrong
+        wrong = check_world(self, world_size)
         return wrong + refusals(self if wrong else self._filled(world_size))
 
     def check_without_world(self) -> list[str]:
         """The rules that hold for any number of ranks."""
         wrong = check_values(self)
-        return (wrong or check_options(self)) + refusals(self)
+        return wrong or check_options(self) + refusals(self)
 
     @property
     def model_parallel_size(self) -> int:

@@ -110,8 +110,10 @@ class ExpertBalanceMonitor(Callback):
             )
         if violation_above is not None and (isinstance(violation_above, (bool, str)) or not 0 < violation_above < math.inf):
             raise ValueError(f"violation_above={violation_above!r}: a positive number (0 is an even load), or None for no warning")
-        if isinstance(per_layer, str) or not set(per_layer) <= set(_FIGURES):
+        if not isinstance(per_layer, (list, tuple, set, frozenset)) or not set(per_layer) <= set(_FIGURES):
             raise ValueError(f"per_layer={per_layer!r}: a list of figures of a layer, out of {', '.join(_FIGURES)}; [] for none")
+        if routers is not None and not isinstance(routers, Mapping):
+            raise ValueError(f"routers={routers!r}: a mapping of class names to 'softmax' or 'sigmoid', what each makes of its logits")
         for name, scores in dict(routers or {}).items():
             if scores not in ("softmax", "sigmoid"):
                 raise ValueError(f"routers={{{name!r}: {scores!r}}}: class names with 'softmax' or 'sigmoid', what it makes of its logits")
@@ -126,6 +128,11 @@ class ExpertBalanceMonitor(Callback):
         self._picture: Tensor | None = None  # of all ranks: what was counted since the last picture, whole intervals
         self._loaded: dict[str, Any] = {}
         self._has_told = False
+
+    @property
+    def state_key(self) -> str:
+        """Two monitors with other intervals or figures keep their states apart."""
+        return self._generate_state_key(every_n_steps=self.every_n_steps, per_layer=list(self.per_layer), routers=self.routers)
 
     # ---- a fit ---------------------------------------------------------------------------------------------------------
 

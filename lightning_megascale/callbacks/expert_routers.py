@@ -120,10 +120,12 @@ class RouterWatch:
 
     @torch.no_grad()
     def _count(self, counts: RoutingCounts, scores: str, output: Any) -> None:
-        logits, _, indices = output[:3]
-        if logits.shape[-1] != counts.num_experts:
+        whole = isinstance(output, (tuple, list)) and len(output) >= 3
+        logits, _, indices = output[:3] if whole else (None, None, None)
+        if logits is None or logits.shape[-1] != counts.num_experts:
+            made = f"logits of shape {tuple(logits.shape)}" if logits is not None else f"{type(output).__name__} of {len(output)}"
             raise ValueError(
-                f"a router with num_experts={counts.num_experts} returned logits of shape {tuple(logits.shape)}: a router that is watched "
+                f"a router with num_experts={counts.num_experts} returned {made}: a router that is watched "
                 "returns (logits (T, E), weights (T, K), indices (T, K)); take it out of ExpertBalanceMonitor(routers=...)"
             )
         logits = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)

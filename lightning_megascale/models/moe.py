@@ -25,7 +25,7 @@ from lightning_megascale.ops.balance import (
     step_fractions,
     token_mask,
 )
-from lightning_megascale.ops.experts import swiglu_experts
+from lightning_megascale.ops.experts import check_choice, swiglu_experts
 
 _UNTOLD = 1000  # training forwards; no optimizer step has as many microbatches
 
@@ -51,8 +51,8 @@ class Router(nn.Module):
 
     Attributes:
         expert_bias: float32 buffer (E,), where bias_rate > 0.
-        last_step: float64 buffer (E + 1,): assignments of each expert (before drops) in the last optimizer step over all ranks and
-            microbatches, then the labels of that step. Zeros before the first; the strategy writes it.
+        last_step: float64 buffer (E,): assignments of each expert (before drops) in the last optimizer step over all ranks and
+            microbatches. Zeros before the first; the strategy writes it.
         counts: what was counted so far, None before the first forward of training.
         share_counts: sums a tensor over the ranks that hold other parts of the same rows; the strategy sets it.
         own_tokens: takes the tokens that this router sees from a (B, L) mask of the rank's; the strategy sets it.
@@ -82,6 +82,21 @@ class Router(nn.Module):
         bias_rate: float = 0.0,
     ) -> None:
         super().__init__()
+        each = num_experts // max(num_groups, 1)
+        rules = [
+            (1 <= top_k <= num_experts, f"top_k={top_k}: from 1 to num_experts={num_experts}"),
+            (scores in ("softmax", "sigmoid"), f"scores={scores!r}: must be 'softmax' or 'sigmoid'"),
+            (num_groups >= 1 and num_experts % max(num_groups, 1) == 0, f"num_groups={num_groups}: must divide num_experts={num_experts}"),
+            (1 <= groups_per_token <= num_groups, f"groups_per_token={groups_per_token}: from 1 to num_groups={num_groups}"),
+            (top_k <= each * groups_per_token, f"top_k={top_k}: {groups_per_token} groups hold {each * groups_per_token} experts"),
+            (num_groups == 1 or scores == "softmax" or each >= 2, f"num_groups={num_groups}: sigmoid scores a group by its two best"),
+            (capacity_factor is None or capacity_factor > 0, f"capacity_factor={capacity_factor}: above 0, or None to drop no token"),
+            (balance_scope in ("global", "sequence", "microbatch"), f"balance_scope={balance_scope!r}: must be global, sequence, microbatch"),
+            (min(balance_loss, z_loss, bias_rate) >= 0, "balance_loss, z_loss and bias_rate must be 0 or more"),
+        ]
+        wrong = [message for holds, message in rules if not holds]
+        if wrong:
+            raise ValueError(f"Router: {'; '.join(wrong)}")
         self.num_experts, self.top_k = num_experts, top_k
         self.scores, self.normalize, self.scale = scores, normalize, scale
         self.num_groups, self.groups_per_token = num_groups, groups_per_token
@@ -260,6 +275,7 @@ class GroupedExperts(nn.Module):
         """
         if self.gate_up_proj.shape[0] != self.num_experts:
             raise ValueError(f"num_experts={self.num_experts}, but gate_up_proj holds {self.gate_up_proj.shape[0]}: both must be equal")
+        check_choice(hidden_TD, indices_TK, weights_TK, self.num_experts, type(self).__name__)
         out_TD = swiglu_experts(hidden_TD, indices_TK, weights_TK, self.gate_up_proj, self.down_proj)
         return out_TD if meanwhile is None else (out_TD, meanwhile())
 

@@ -16,6 +16,34 @@ from torch.autograd.function import once_differentiable
 
 
 @torch.compiler.disable
+def check_choice(hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, num_experts: int, name: str) -> None:
+    """Refuses what no router may choose. Indices themselves are looked at on a CPU only: elsewhere that would wait for the device.
+
+    Args:
+        hidden_TD, indices_TK, weights_TK: as experts are called.
+        num_experts: E.
+        name: of the experts' class, for the message.
+
+    Raises:
+        ValueError: for other shapes, indices that are no integers, or none of 0 .. E (E: no expert).
+    """
+    shapes = [tuple(tensor.shape) for tensor in (hidden_TD, indices_TK, weights_TK)]
+    if hidden_TD.ndim != 2 or indices_TK.ndim != 2 or shapes[1] != shapes[2] or len(hidden_TD) != len(indices_TK):
+        found = f"hidden {shapes[0]}, indices {shapes[1]}, weights {shapes[2]}"
+        raise ValueError(f"{name} is called with {found}: it takes hidden (T, D), indices (T, K) and weights (T, K)")
+    if indices_TK.is_floating_point() or indices_TK.dtype == torch.bool or not weights_TK.is_floating_point():
+        raise ValueError(
+            f"{name} is called with indices of {indices_TK.dtype} and weights of {weights_TK.dtype}: indices (T, K) are integers and come "
+            "before weights (T, K)"
+        )
+    if indices_TK.device.type == "cpu" and indices_TK.numel() and not torch.compiler.is_compiling():
+        low, high = (int(value) for value in indices_TK.aminmax())
+        if low < 0 or high > num_experts:
+            raise ValueError(
+                f"{name} is called with indices from {low} to {high}: its experts are 0 to {num_experts - 1}, and {num_experts} means no expert"
+            )
+
+
 def swiglu_experts(hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
     """sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)), e = indices[t, k].
 
@@ -25,7 +53,7 @@ def swiglu_experts(hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, ga
 
     Args:
         hidden_TD: (T, D).
-        indices_TK: (T, K) integers; E or more means no expert: the row is not computed, adds 0, and gets gradients of 0.
+        indices_TK: (T, K) integers; E means no expert: the row is not computed, adds 0, and gets gradients of 0.
         weights_TK: (T, K), in float32 or as ``hidden_TD``; multiplied in the wider of the two types.
         gate_up_EGD: (E, 2 * F, D), rows of the gate first, then those of up.
         down_EDF: (E, D, F).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -58,6 +58,14 @@ def apply_data_parallel(
         exact = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         placement = _second_dim if _too_few(module, expert_mesh) else None
         fully_shard(module, mesh=expert_mesh, reshard_after_forward=block_reshard, mp_policy=exact, shard_placement_fn=placement, **policy)
+    blocks, apart = list(blocks), {id(module) for module in experts}
+    units = {f"block {number}": block.named_modules() for number, block in enumerate(blocks)}
+    names = shared_between({name: [(key, child) for key, child in found if id(child) not in apart] for name, found in units.items()})
+    if names:  # of a pipeline stage; without one it was seen before any rank was asked
+        raise ValueError(
+            f"{' and '.join(names[0])} of this rank are one module in blocks that are sharded apart: give each block its own, or cut the "
+            "pipeline so that each stage has one of them"
+        )
     for block in blocks:
         policy["ignored_params"] = _without_dims(block)
         fully_shard(block, mesh=views.data, reshard_after_forward=block_reshard, mp_policy=block_policy, **policy)
@@ -69,6 +77,25 @@ def apply_data_parallel(
             _look_once(root)
             if not pipelined:
                 root.register_forward_hook(_drop_whole_copy)
+
+
+def shared_between(units: Mapping[str, Iterable[tuple[str, nn.Module]]]) -> list[tuple[str, str]]:
+    """Both names of every module with parameters of its own that two units hold.
+
+    Args:
+        units: name of each unit -> its modules, by their names inside of it.
+    """
+    holders: dict[int, tuple[str, str]] = {}
+    found = []
+    for unit, modules in units.items():
+        for key, child in modules:
+            if not any(True for _ in child.parameters(recurse=False)):
+                continue
+            name = f"{unit}.{key}".rstrip(".")
+            first = holders.setdefault(id(child), (unit, name))
+            if first[0] != unit:
+                found.append((first[1], name))
+    return found
 
 
 def _too_few(module: nn.Module, mesh: DeviceMesh) -> bool:

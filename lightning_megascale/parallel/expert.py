@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import ExpertViews, MeshViews
 from lightning_megascale.ops.dispatch import ExpertRanks, Tokens, choose_dispatcher, find_dispatcher
+from lightning_megascale.ops.experts import check_choice
 from lightning_megascale.ops.tensor_parallel import TensorAxis, finish_gather, start_gather, tensor_axis
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.tensor_experts import own_experts
@@ -59,6 +60,7 @@ class SharedExperts:
         own_forward = super().forward  # type: ignore[misc]
         bound = inspect.signature(own_forward).bind(*args, **kwargs)
         hidden, indices, weights = list(bound.arguments.values())[:3]
+        check_choice(hidden, indices, weights, state.ranks.num_experts, type(self).__name__)
         tokens, count = Tokens(hidden, indices, weights), len(hidden)
         if state.copies is not None:
             tokens = _own_part(tokens, state.copies, state.ranks.num_experts)
@@ -164,6 +166,12 @@ def check_experts(model: nn.Module, layout: ModelLayout | None, plan: ParallelPl
             near = sorted(legal, key=lambda size: abs(size - ep))[:2]
             wrong.append(
                 f"{name}: num_experts={count} is not divisible by expert_parallel_size={ep}; nearest {' or '.join(map(str, sorted(near)))}"
+            )
+        elif ep > 1 and (buffers := [key for key, buffer in module.named_buffers() if count in buffer.shape]):
+            wrong.append(
+                f"{name}.{buffers[0]} is a buffer of shape {tuple(module.get_buffer(buffers[0]).shape)}, with num_experts={count} as a dim: "
+                "parameters alone are dealt out, so its entries would be read for other experts. Make it a parameter with "
+                "requires_grad=False and experts as dim 0, or use expert_parallel_size=1"
             )
         elif len(inspect.signature(module.forward).parameters) < 3:
             wrong.append(f"{name}: layout.experts are called as (hidden (T, D), indices (T, K), weights (T, K))")

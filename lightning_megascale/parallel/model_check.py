@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_megascale.layout import ModelLayout, guess_layout
 from lightning_megascale.parallel.context_seams import check_context
+from lightning_megascale.parallel.data import shared_between
 from lightning_megascale.parallel.expert import check_experts, regroups_ranks
 from lightning_megascale.parallel.layouts import block_names, describe, is_published, roots_of, stage_count, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import unowned_parameters
@@ -66,7 +67,9 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
     wrong += _experts(plan, layout)
     if plan.pipeline_parallel_size > 1 and not wrong:
         wrong = _check_pipeline(model, plan, layout)
-    return wrong or _shared_between_units(module, model, layout, pipelined=plan.pipeline_parallel_size > 1)
+    if wrong:
+        return wrong
+    return (_shared_modules(model, layout, plan) if plan.pipeline_parallel_size == 1 else []) or _shared_between_units(module, model, layout)
 
 
 def _units(model: nn.Module, layout: ModelLayout | None) -> list[str]:
@@ -204,7 +207,20 @@ def _hooked_parameters(module: nn.Module) -> list[str]:
     return [message]
 
 
-def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayout | None, pipelined: bool) -> list[str]:
+def _shared_modules(model: nn.Module, layout: ModelLayout | None, plan: ParallelPlan) -> list[str]:
+    """A message for every module with parameters that stands in two FSDP2 units; experts that regroup the ranks are units of their own."""
+    own = layout.resolve([name for name, _ in model.named_modules()])["experts"] if layout is not None and regroups_ranks(plan, layout) else ()
+    apart = {id(model.get_submodule(name)) for name in own}
+    units = {name: list(model.get_submodule(name).named_modules()) for name in unit_names(model, layout)}
+    names = shared_between({name: [(key, child) for key, child in found if id(child) not in apart] for name, found in units.items()})
+    return [
+        f"{' and '.join(both)} are one module in blocks that are sharded apart, each of which would hold its parameters: make it a child "
+        "of the LightningModule outside the repeated blocks, or give each block its own"
+        for both in names[:4]
+    ]
+
+
+def _shared_between_units(module: nn.Module, model: nn.Module, layout: ModelLayout | None) -> list[str]:
     """A message for every parameter that two FSDP2 units would hold: each would shard a copy, untied without an error.
 
     Outside of the blocks a pipeline may separate them: it gives each stage a copy and adds their gradients up.

@@ -19,7 +19,7 @@ from lightning_megascale.parallel.expert import apply_experts, regroups_ranks
 from lightning_megascale.parallel.expert_balance import Routers
 from lightning_megascale.parallel.layouts import block_names, is_published, roots_of, stages_of, unit_names
 from lightning_megascale.parallel.pipeline import PassThrough, Pipeline, split_into_stages
-from lightning_megascale.parallel.published_calls import guard_calls
+from lightning_megascale.parallel.published_calls import guard_calls, guard_saving
 from lightning_megascale.plan import ParallelPlan
 
 
@@ -145,6 +145,7 @@ def parallelize(
         prefetch_in_order(roots, blocks)
     if proof is not None:
         proof.arm(target)
+    guard_saving(target)
     if is_published(target) and done.pipeline is None:
         guard_calls(target, plan)
     prefix = next(name for name, child in module.named_modules() if child is target)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_megascale.plan import ParallelPlan
 
@@ -48,6 +49,23 @@ def _asked(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:
     config: Any = getattr(model, "config", None)
     inner = config.get_text_config() if hasattr(config, "get_text_config") else None
     return any(bool(getattr(source, name, False)) for source in (config, inner))
+
+
+def guard_saving(model: Any) -> None:
+    """``save_pretrained`` writes what one process holds: it is refused where that is a part, instead of leaving a folder without weights."""
+    if not hasattr(model, "save_pretrained"):
+        return
+    whole = model.save_pretrained
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__.removeprefix('FSDP')}.save_pretrained: this rank holds a part of the model. Save a checkpoint and "
+                "export it: megascale checkpoint export PATH OUT format=safetensors writes what from_pretrained(OUT) reads"
+            )
+        return whole(*args, **kwargs)
+
+    model.save_pretrained = save_pretrained
 
 
 def guard_calls(model: nn.Module, plan: ParallelPlan) -> None:

@@ -155,13 +155,16 @@ def check_tied_options(module: nn.Module, optimizers: Sequence[Any], tied: Seque
     """
     if not tied or not optimizers or axis is None:
         return
-    names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
+    names: dict[int, list[str]] = {}  # a parameter may have several on one stage
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     copies = {name for group in tied for name in group}
     mine = {
-        names[id(parameter)]: str({key: value for key, value in group.items() if key not in ("params", "param_names", "names")})
+        name: str({key: value for key, value in group.items() if key not in ("params", "param_names", "names")})
         for group in optimizers[0].param_groups
         for parameter in group["params"]
-        if names.get(id(parameter)) in copies
+        for name in names.get(id(parameter), [])
+        if name in copies
     }
     everyone: list[Any] = [None] * axis.size()
     dist.all_gather_object(everyone, mine, group=axis.get_group())
