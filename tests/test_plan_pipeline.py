@@ -42,6 +42,8 @@ def test_a_pipeline_field_without_a_pipeline_is_refused(field: dict[str, Any]) -
     ("field", "rule"),
     [
         (dict(pipeline_parallel_size=0), "pipeline_parallel_size=0: must be a whole number of at least 1"),
+        (dict(pipeline_parallel_size="2"), "pipeline_parallel_size='2': must be a whole number"),
+        (dict(expert_parallel_size="2"), "expert_parallel_size='2': must be a whole number"),
         (dict(pipeline_parallel_size=2.0), "pipeline_parallel_size=2.0: must be a whole number"),
         (dict(pipeline_stages_per_rank=0), "pipeline_stages_per_rank=0: must be a whole number of at least 1"),
         (dict(microbatch_size=0), "microbatch_size=0: must be None or a whole number of at least 1"),

@@ -645,6 +645,8 @@ def test_a_model_without_routers_is_refused() -> None:
         ({"violation_above": "2"}, "violation_above='2'"),
         ({"per_layer": "z"}, "per_layer='z': a list of figures.*max_violation, min_violation"),
         ({"per_layer": ["load"]}, r"per_layer=\['load'\]"),
+        ({"per_layer": None}, "per_layer=None: a list of figures"),
+        ({"routers": ["A"]}, r"routers=\['A'\]: a mapping of class names"),
         ({"routers": {"MyRouter": "tanh"}}, "routers={'MyRouter': 'tanh'}: class names with 'softmax' or 'sigmoid'"),
     ],
 )

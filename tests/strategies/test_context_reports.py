@@ -72,6 +72,27 @@ def test_the_last_token_of_an_odd_document() -> None:
     assert (0, 0, 1, 1) in mine and (0, 1, 1, 2) in mine  # what the last tokens are the targets of
 
 
+def fitted(numbers: tuple[int, int], length: int) -> float:
+    """On 2 x 2 ranks, whose first batches have these numbers of rows by data-parallel rank; the loss of the last step."""
+
+    class Uneven(Module):
+        def train_dataloader(self) -> Any:
+            rank = self.trainer.strategy.data_parallel_rank  # type: ignore[union-attr]
+            batches: Any = [{key: value[: numbers[rank]] for key, value in batch.items()} for batch in rows(length, number=2, seed=rank)]
+            return DataLoader(batches, batch_size=None)
+
+    strategy = MegascaleStrategy(**CP2, label_alignment="shift")
+    trainer = L.Trainer(devices=4, strategy=strategy, use_distributed_sampler=False, max_steps=2, **QUIET)
+    trainer.fit(Uneven(Toy).double())
+    return float(strategy.step_loss)
+
+
+def test_ranks_with_unlike_numbers_of_rows_in_the_first_batch() -> None:
+    """Ranks meet in every step of a trial, so they must all make equally many; one of them has a single row."""
+    losses = run_ranks(fitted, 4, (1, 2), 12, timeout=60)
+    assert len(set(losses)) == 1 and losses[0] > 0
+
+
 def predicted(batches: list[dict[str, Tensor]]) -> list[Tensor]:
     class Predicts(Module):
         def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
