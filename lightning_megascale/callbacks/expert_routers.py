@@ -121,6 +121,8 @@ class RouterWatch:
     @torch.no_grad()
     def _count(self, counts: RoutingCounts, scores: str, output: Any) -> None:
         whole = isinstance(output, (tuple, list)) and len(output) >= 3
+        logits: Any
+        indices: Any
         logits, _, indices = output[:3] if whole else (None, None, None)
         if logits is None or logits.shape[-1] != counts.num_experts:
             made = f"logits of shape {tuple(logits.shape)}" if logits is not None else f"{type(output).__name__} of {len(output)}"

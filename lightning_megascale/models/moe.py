@@ -91,7 +91,10 @@ class Router(nn.Module):
             (top_k <= each * groups_per_token, f"top_k={top_k}: {groups_per_token} groups hold {each * groups_per_token} experts"),
             (num_groups == 1 or scores == "softmax" or each >= 2, f"num_groups={num_groups}: sigmoid scores a group by its two best"),
             (capacity_factor is None or capacity_factor > 0, f"capacity_factor={capacity_factor}: above 0, or None to drop no token"),
-            (balance_scope in ("global", "sequence", "microbatch"), f"balance_scope={balance_scope!r}: must be global, sequence, microbatch"),
+            (
+                balance_scope in ("global", "sequence", "microbatch"),
+                f"balance_scope={balance_scope!r}: must be global, sequence, microbatch",
+            ),
             (min(balance_loss, z_loss, bias_rate) >= 0, "balance_loss, z_loss and bias_rate must be 0 or more"),
         ]
         wrong = [message for holds, message in rules if not holds]

@@ -40,7 +40,8 @@ def check_choice(hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, num_
         low, high = (int(value) for value in indices_TK.aminmax())
         if low < 0 or high > num_experts:
             raise ValueError(
-                f"{name} is called with indices from {low} to {high}: its experts are 0 to {num_experts - 1}, and {num_experts} means no expert"
+                f"{name} is called with indices from {low} to {high}: its experts are 0 to {num_experts - 1}, and {num_experts} means "
+                "no expert"
             )
 
 

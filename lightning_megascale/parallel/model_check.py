@@ -67,9 +67,9 @@ def check_model(module: nn.Module, model: nn.Module, plan: ParallelPlan, layout:
     wrong += _experts(plan, layout)
     if plan.pipeline_parallel_size > 1 and not wrong:
         wrong = _check_pipeline(model, plan, layout)
-    if wrong:
-        return wrong
-    return (_shared_modules(model, layout, plan) if plan.pipeline_parallel_size == 1 else []) or _shared_between_units(module, model, layout)
+    if not wrong and plan.pipeline_parallel_size == 1:
+        wrong = _shared_modules(model, layout, plan)
+    return wrong or _shared_between_units(module, model, layout)
 
 
 def _units(model: nn.Module, layout: ModelLayout | None) -> list[str]:
@@ -209,7 +209,11 @@ def _hooked_parameters(module: nn.Module) -> list[str]:
 
 def _shared_modules(model: nn.Module, layout: ModelLayout | None, plan: ParallelPlan) -> list[str]:
     """A message for every module with parameters that stands in two FSDP2 units; experts that regroup the ranks are units of their own."""
-    own = layout.resolve([name for name, _ in model.named_modules()])["experts"] if layout is not None and regroups_ranks(plan, layout) else ()
+    own = (
+        layout.resolve([name for name, _ in model.named_modules()])["experts"]
+        if layout is not None and regroups_ranks(plan, layout)
+        else ()
+    )
     apart = {id(model.get_submodule(name)) for name in own}
     units = {name: list(model.get_submodule(name).named_modules()) for name in unit_names(model, layout)}
     names = shared_between({name: [(key, child) for key, child in found if id(child) not in apart] for name, found in units.items()})

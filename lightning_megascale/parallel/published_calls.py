@@ -60,8 +60,8 @@ def guard_saving(model: Any) -> None:
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ValueError(
-                f"{type(model).__name__.removeprefix('FSDP')}.save_pretrained: this rank holds a part of the model. Save a checkpoint and "
-                "export it: megascale checkpoint export PATH OUT format=safetensors writes what from_pretrained(OUT) reads"
+                f"{type(model).__name__.removeprefix('FSDP')}.save_pretrained: this rank holds a part of the model. Save a "
+                "checkpoint and export it: megascale checkpoint export PATH OUT format=safetensors writes what from_pretrained(OUT) reads"
             )
         return whole(*args, **kwargs)
 

@@ -110,7 +110,9 @@ def by_hand(losses: dict[str, Any], batches: list[dict[str, Tensor]]) -> dict[st
         p = logits.softmax(-1)
         chosen = F.one_hot(output[1].view(*args[0].shape[:2], 2), EXPERTS).sum(2).double()  # (B, L, E)
         fractions = chosen.sum(1, keepdim=True) / (2 * LENGTH)
-        terms.append(losses["balance_loss"] * EXPERTS * (p * fractions).sum(-1).mean() + losses["z_loss"] * logits.logsumexp(-1).square().mean())
+        terms.append(
+            losses["balance_loss"] * EXPERTS * (p * fractions).sum(-1).mean() + losses["z_loss"] * logits.logsumexp(-1).square().mean()
+        )
 
     for block in net.blocks:
         block.mlp.router.register_forward_hook(note)  # type: ignore[union-attr, operator]
