@@ -168,10 +168,11 @@ def check_experts(model: nn.Module, layout: ModelLayout | None, plan: ParallelPl
                 f"{name}: num_experts={count} is not divisible by expert_parallel_size={ep}; nearest {' or '.join(map(str, sorted(near)))}"
             )
         elif ep > 1 and (buffers := [key for key, buffer in module.named_buffers() if count in buffer.shape]):
+            shape = tuple(module.get_buffer(buffers[0]).shape)
             wrong.append(
-                f"{name}.{buffers[0]} is a buffer of shape {tuple(module.get_buffer(buffers[0]).shape)}, with num_experts={count} as a dim: "
-                "parameters alone are dealt out, so its entries would be read for other experts. Make it a "
-                "requires_grad=False and experts as dim 0, or use expert_parallel_size=1"
+                f"{name}.{buffers[0]} is a buffer of shape {shape}, with num_experts={count} as a dim: parameters alone are dealt out, so its "
+                "entries would be read for other experts. Make it a parameter with requires_grad=False and experts as dim 0, or use "
+                "expert_parallel_size=1"
             )
         elif len(inspect.signature(module.forward).parameters) < 3:
             wrong.append(f"{name}: layout.experts are called as (hidden (T, D), indices (T, K), weights (T, K))")
