@@ -170,8 +170,8 @@ def check_experts(model: nn.Module, layout: ModelLayout | None, plan: ParallelPl
         elif ep > 1 and (buffers := [key for key, buffer in module.named_buffers() if count in buffer.shape]):
             shape = tuple(module.get_buffer(buffers[0]).shape)
             wrong.append(
-                f"{name}.{buffers[0]} is a buffer of shape {shape}, with num_experts={count} as a dim: parameters alone are dealt out, so its "
-                "entries would be read for other experts. Make it a parameter with requires_grad=False and experts as dim 0, or use "
+                f"{name}.{buffers[0]} is a buffer of shape {shape}, with num_experts={count} as a dim: only parameters are dealt out, so "
+                "its entries would be read for other experts. Make it a parameter with requires_grad=False and experts as dim 0, or use "
                 "expert_parallel_size=1"
             )
         elif len(inspect.signature(module.forward).parameters) < 3:

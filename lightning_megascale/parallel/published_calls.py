@@ -52,7 +52,7 @@ def _asked(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:
 
 
 def guard_saving(model: Any) -> None:
-    """``save_pretrained`` writes what one process holds: it is refused where that is a part, instead of leaving a folder without weights."""
+    """``save_pretrained`` writes what one process holds: refused where that is a part, instead of leaving a folder without weights."""
     if not hasattr(model, "save_pretrained"):
         return
     whole = model.save_pretrained
