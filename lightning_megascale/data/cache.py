@@ -16,9 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # network file systems mounted without locks
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # network file systems mounted without locks
 
-_NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+
+
+def cache_root(cache_dir: str | Path | None = None) -> Path:
+    """The cache folder: ``cache_dir``, else $MEGASCALE_CACHE, else ~/.cache/lightning_megascale; it is not made here."""
+    return Path(cache_dir or os.environ.get("MEGASCALE_CACHE") or Path.home() / ".cache" / "lightning_megascale").expanduser()
 
 
 def build_once(folder: Path, build: Callable[[Path], None], timeout_seconds: float = 120.0) -> Path:
@@ -41,14 +46,14 @@ def build_once(folder: Path, build: Callable[[Path], None], timeout_seconds: flo
     if defect(folder) is None:
         return folder
     try:
-        with _lock(folder.with_name(folder.name + ".lock"), timeout_seconds) as locked:
+        with lock(folder.with_name(folder.name + ".lock"), timeout_seconds) as locked:
             if defect(folder) is not None:  # still: nobody built it while this process waited
                 if locked:
                     for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):  # of builders that were killed
                         shutil.rmtree(leftover, ignore_errors=True)
                 _build(folder, build)
     except OSError as error:
-        if error.errno in _NO_PLACE:
+        if error.errno in NO_PLACE:
             raise _unwritable(folder, error) from error
         raise
     return folder
@@ -123,7 +128,7 @@ def _fingerprint(path: Path) -> dict[str, int | str]:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, timeout_seconds: float) -> Iterator[bool]:
+def lock(path: Path, timeout_seconds: float) -> Iterator[bool]:
     """Holds an exclusive lock on ``path``; yields False where the file system has no locks."""
     with path.open("a+") as file:
         end = time.monotonic() + timeout_seconds
@@ -133,7 +138,7 @@ def _lock(path: Path, timeout_seconds: float) -> Iterator[bool]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 locked = True
             except OSError as error:
-                if error.errno in _NO_LOCKS:
+                if error.errno in NO_LOCKS:
                     break
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise

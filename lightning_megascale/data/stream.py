@@ -12,28 +12,10 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_megascale.data.shards import TokenShards
+from lightning_megascale.data.shuffle import permutation
 
 IGNORED = -100  # the label that no loss counts
-_MASK = (1 << 64) - 1
 _DOCUMENTS, _SEQUENCES = 1, 2
-
-
-def permutation(size: int, *key: int) -> np.ndarray:
-    """A permutation (size,) int64 of 0 .. size - 1 from integer keys, the same for every NumPy version and machine.
-
-    Source: numbers sorted by the SplitMix64 hash (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure 17).
-    """
-    start = 0
-    for part in key:
-        start = int(_mix(np.array([(start ^ part) & _MASK], dtype=np.uint64))[0])
-    return np.argsort(_mix(np.arange(size, dtype=np.uint64) + np.uint64(start)), kind="stable")
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def ignored(position: int) -> int:
