@@ -23,7 +23,10 @@ from torch.optim import Optimizer
 from lightning_megascale.models.config import DecoderConfig
 from lightning_megascale.models.decoder import Decoder
 from lightning_megascale.models.generation import generate, logits_of
+from lightning_megascale.models.layers import ScaledDotProductAttention
 from lightning_megascale.models.presets import PRESETS
+from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, current_documents, set_microbatch_weight
+from lightning_megascale.ops.documents import positions_in
 from lightning_megascale.optim import build_optimizer, build_scheduler, check_arguments, schedule_function
 from lightning_megascale.parallel.expert_balance import Routers
 from lightning_megascale.parallel.init import check_materializable, materialize
@@ -170,8 +173,7 @@ class MegascaleModule(pl.LightningModule):
         if missing and not (missing == ["labels"] and self._trainer is not None and self._trainer.predicting):
             raise ValueError(f"the batch has no {' and no '.join(missing)}, only {', '.join(map(str, batch))}: use Hugging Face's keys")
         cut = self._trainer is not None and getattr(self._trainer.strategy, "batch_shape", None) is not None
-        if batch.get("document_ids") is not None and not cut:  # context parallelism keeps documents apart
-            raise ValueError("the batch has document_ids, but rows are attended to as a whole: unpack the documents or drop the key")
+        batch = batch if cut else self._apart(model, batch)  # context parallelism keeps documents apart
         given = {key: batch[key] for key in MODEL_INPUTS if batch.get(key) is not None}
         if getattr(model, "sums_loss", False) and "attention_mask" in given:
             mask_BL = given.pop("attention_mask")
@@ -181,6 +183,28 @@ class MegascaleModule(pl.LightningModule):
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values()):
             return given
         return {key: value for key, value in given.items() if key in takes}
+
+    def _apart(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A packed batch as the model can keep its documents apart: positions begin in each anew.
+
+        Raises:
+            ValueError: for a model whose attention looks at whole rows.
+        """
+        documents_BL = batch.get("document_ids")
+        if documents_BL is None:
+            if current_documents() is not None:
+                set_microbatch_weight(MicrobatchWeight(1.0))
+            return batch
+        if not any(isinstance(module, ScaledDotProductAttention) for module in model.modules()):
+            raise ValueError(
+                f"the batch has document_ids, and {type(model).__name__} attends to rows as a whole: use rows='padded', or "
+                "context_parallel_size above 1, whose attention keeps documents apart"
+            )
+        if batch.get("position_ids") is None:
+            batch = {**batch, "position_ids": positions_in(documents_BL)}
+        if current_documents() is not documents_BL:  # MegascaleStrategy says so to layers itself
+            set_microbatch_weight(MicrobatchWeight(1.0, tokens=documents_BL >= 0, documents=documents_BL))
+        return batch
 
     # ---- logging ---------------------------------------------------------------------------------------------------------
 

@@ -216,11 +216,11 @@ def _meaningless() -> frozenset[frozenset[str]]:
     piped = [name for name in axes if name.startswith("pp")]
     cut = [name for name in axes if "cp" in name]
     pairs = [(name, other) for name in cut for other in ("no context", "whole rows")]
-    pairs += [(name, other) for name in axes if name not in cut for other in (*CONTEXT_METHODS, *CONTEXT_LAYOUTS, "packed documents")]
+    pairs += [(name, other) for name in axes if name not in cut for other in (*CONTEXT_METHODS, *CONTEXT_LAYOUTS)]
     pairs += [(name, "ring+ulysses") for name in cut if "cp4" not in name]  # needs two factors
     pairs += [("ring+ulysses", other) for other in (*SCHEDULES, "split by hand")]  # four ranks of it, and no pipeline with them
-    pairs += [("no context", other) for other in (*CONTEXT_LAYOUTS, "packed documents")]
-    pairs += [("whole rows", other) for other in (*CONTEXT_METHODS, "packed documents")]
+    pairs += [("no context", other) for other in CONTEXT_LAYOUTS]
+    pairs += [("whole rows", other) for other in CONTEXT_METHODS]
     pairs += [(name, "no pipeline") for name in piped]
     pairs += [(name, other) for name in axes if name not in piped for other in (*SCHEDULES, "split by hand")]
     pairs += [("no pipeline", "split by hand")]

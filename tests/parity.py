@@ -215,8 +215,16 @@ class Rows(Dataset):
         return self.rows[index]
 
 
+def positions(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of packed rows that are whole, as a data module gives them; under context parallelism they are filled in."""
+    documents = batch.get("document_ids")
+    if documents is None or documents.shape != (len(documents), LENGTH):
+        return {}
+    return {"position_ids": torch.from_numpy(np.stack([positions_of(row.numpy()) for row in documents]))}
+
+
 def scalar_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(batch["input_ids"]).flatten(0, 1)
+    logits = model(batch["input_ids"], **positions(batch)).flatten(0, 1)
     return F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, batch["labels"].flatten())
 
 
@@ -250,7 +258,7 @@ class ParityModule(L.LightningModule):
             loss = scalar_loss(self.model, batch)
             self.log("loss", loss, sync_dist=True)
             return loss
-        loss_sum, num_tokens = self.model(batch["input_ids"], labels=batch["labels"])
+        loss_sum, num_tokens = self.model(batch["input_ids"], labels=batch["labels"], **positions(batch))
         return {"loss_sum": loss_sum, "num_tokens": num_tokens}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -339,8 +339,8 @@ def test_wrong_batches_are_refused():
     batch = next(iter(batches(1)))
     with pytest.raises(ValueError, match="the batch has no labels, only input_ids"):
         module.loss({"input_ids": batch["input_ids"]})
-    with pytest.raises(ValueError, match="the batch has document_ids"):
-        module.loss({**batch, "document_ids": torch.zeros(2, 12)})
+    with pytest.raises(ValueError, match="the batch has document_ids, and ListModel attends to rows as a whole"):
+        MegascaleModule(ListModel()).loss({**batch, "document_ids": torch.zeros(2, 12)})
     with pytest.raises(ValueError, match="the model returned list: it must return logits"):
         MegascaleModule(ListModel()).loss(batch)
     with pytest.raises(ValueError, match="must be .rows, tokens. with at least one token"):

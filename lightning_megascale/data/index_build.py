@@ -83,7 +83,7 @@ def _group(walk: TarWalk) -> tuple[list[bytes], dict[str, list[_Cell]]]:
     cells: dict[str, list[_Cell]] = {}
     current, row = None, -1
     for member in walk.members():
-        parts = _key_and_field(member, walk)
+        parts = key_and_field(member, walk)
         if parts is None:
             continue
         key, field = parts
@@ -113,7 +113,7 @@ def _group(walk: TarWalk) -> tuple[list[bytes], dict[str, list[_Cell]]]:
     return keys, cells
 
 
-def _key_and_field(member: Member, walk: TarWalk) -> tuple[str, str] | None:
+def key_and_field(member: Member, walk: TarWalk) -> tuple[str, str] | None:
     name = member.name
     if name.startswith("__") and _SPECIAL.match(name):
         return None

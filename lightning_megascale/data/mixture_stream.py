@@ -127,8 +127,8 @@ class MixtureStream(Dataset):
             if not attempt:
                 raise ValueError(
                     f"source {source.name!r}, shard {source.shards[row.shard]}, key {source.key(row.shard, row.row)!r}: {room} tokens were"
-                    f" counted and {len(sample['input_ids'])} encoded: the encode function's `count` must give what it encodes, and a change"
-                    " of it another `version`"
+                    f" counted and {len(sample['input_ids'])} encoded: the encode function's `count` must give what it encodes, and a "
+                    "change of it another `version`"
                 )
         if len(reasons) < TRIES:
             return None

@@ -17,6 +17,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _SHARDS, _WINDOW, _LANES = 1, 2, 3
 _LANE_BITS = 16
+_LANE_ROWS = 64  # fewer in a lane are shuffled among too few
 _CACHED = 4  # windows and epochs kept, each
 
 
@@ -67,7 +68,8 @@ class SourceOrder:
         sizes: rows of every shard.
         seed: of the run.
         window: rows permuted together; a larger one shuffles better and opens more shards.
-        lanes: positions equal modulo this read neighbouring rows; 1 for none. Best a multiple of any number of data-parallel ranks.
+        lanes: positions equal modulo this read neighbouring rows; 1 for none. Best a multiple of any number of data-parallel ranks. Halved
+            for windows with fewer than 64 rows in each.
         positions: (source, first draw, count) -> positions (count,) int64; needed with lanes, where ``Schedule.lane_positions`` keeps the
             order from depending on stages to come. Positions that turn out other than these cost locality, nothing else.
 
@@ -122,19 +124,23 @@ class SourceOrder:
         """Place in the epoch's stream of draws begin .. end - 1, a whole window, (end - begin,) int64."""
         if (begin, end) not in self._windows:
             epoch, inside = divmod(begin, self.size)
-            if self.lanes == 1:
+            lanes = self.lanes
+            while lanes > 1 and lanes * _LANE_ROWS > end - begin:
+                lanes //= 2  # few rows in each would hardly be shuffled, a single one not at all
+            if lanes == 1:
                 plan = permutation(end - begin, self.seed, self.number, epoch, _WINDOW, inside)
             else:
-                plan = self._lanes_plan(begin, end - begin, hashes(end - begin, self.seed, self.number, epoch, _LANES, inside))
+                random = hashes(end - begin, self.seed, self.number, epoch, _LANES, inside)
+                plan = self._lanes_plan(begin, end - begin, lanes, random)
             _keep(self._windows, (begin, end), plan + inside)
         return self._windows[begin, end]
 
-    def _lanes_plan(self, begin: int, size: int, random: np.ndarray) -> np.ndarray:
+    def _lanes_plan(self, begin: int, size: int, lanes: int, random: np.ndarray) -> np.ndarray:
         """Lane after lane takes as many rows of the window as it has draws, permuted among themselves."""
         assert self.positions is not None
-        lane = self.positions(self.number, begin, size) % self.lanes
+        lane = self.positions(self.number, begin, size) % lanes
         draws = np.argsort(lane.astype(np.uint16), kind="stable")
-        slices = np.repeat(np.arange(self.lanes, dtype=np.uint64), np.bincount(lane, minlength=self.lanes))
+        slices = np.repeat(np.arange(lanes, dtype=np.uint64), np.bincount(lane, minlength=lanes))
         plan = np.empty(size, np.int64)
         plan[draws] = np.argsort(slices << np.uint64(64 - _LANE_BITS) | random >> np.uint64(_LANE_BITS), kind="stable")
         return plan

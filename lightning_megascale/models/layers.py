@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megascale.ops.auxiliary_loss import current_documents
 from lightning_megascale.ops.cross_entropy import linear_cross_entropy
 
 
@@ -59,7 +60,7 @@ class ScaledDotProductAttention(nn.Module):
     """
 
     def forward(self, q_BNLH: Tensor, k_BGLH: Tensor, v_BGLH: Tensor, is_causal: bool = True) -> Tensor:
-        """Attention of each query head over its key/value head.
+        """Attention of each query head over its key/value head; in a packed row (``current_documents``) inside of each document.
 
         Args:
             q_BNLH: (B, N, L, H) queries.
@@ -70,6 +71,17 @@ class ScaledDotProductAttention(nn.Module):
             (B, N, L, H).
         """
         grouped = q_BNLH.shape[1] != k_BGLH.shape[1]
+        documents_BL = current_documents()
+        if documents_BL is not None:
+            rows, length = q_BNLH.shape[0], q_BNLH.shape[2]
+            if tuple(documents_BL.shape) != (rows, length):
+                raise ValueError(
+                    f"attention over {rows} rows of {length} tokens, and document_ids of {tuple(documents_BL.shape)}: one id "
+                    "for each token is needed"
+                )
+            mask_B1LL = documents_BL[:, None, :, None] == documents_BL[:, None, None, :]
+            mask_B1LL = mask_B1LL.tril() if is_causal else mask_B1LL
+            return F.scaled_dot_product_attention(q_BNLH, k_BGLH, v_BGLH, attn_mask=mask_B1LL, enable_gqa=grouped)
         return F.scaled_dot_product_attention(q_BNLH, k_BGLH, v_BGLH, is_causal=is_causal, enable_gqa=grouped)
 
 

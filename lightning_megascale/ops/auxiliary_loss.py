@@ -1,6 +1,7 @@
 """A loss of a layer's own (router balance, z-loss) that no output carries: it joins the backward with the weight of the step's loss.
 
-What a layer must know of the microbatch it runs on, and cannot see in its input, comes from here as well: which tokens are padding.
+What a layer must know of the microbatch it runs on, and cannot see in its input, comes from here as well: which tokens are padding, and
+which document of a packed row each belongs to.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class MicrobatchWeight:
         unit: what one label of the microbatch weighs, 0-dim tensor or number: ``value`` over the labels that it counts; None where a step's
             loss is not weighted at all.
         tokens: bool (B, L), this rank's tokens that are no padding; None: all of them.
+        documents: integer (B, L), which document of its row a token belongs to; None: rows are whole, or attention knows already.
 
     Attributes:
         labels_per_token: labels over tokens of all that run together with this microbatch (its rows, on all ranks; the microbatches of a
@@ -30,8 +32,14 @@ class MicrobatchWeight:
         seen: over how many tokens the first such loss is a mean, 0-dim; None when none says.
     """
 
-    def __init__(self, value: Tensor | float | None = None, unit: Tensor | float | None = None, tokens: Tensor | None = None) -> None:
-        self.value, self.unit, self.tokens = value, unit, tokens
+    def __init__(
+        self,
+        value: Tensor | float | None = None,
+        unit: Tensor | float | None = None,
+        tokens: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> None:
+        self.value, self.unit, self.tokens, self.documents = value, unit, tokens, documents
         self.labels_per_token: Tensor | float = 1.0
         self.is_used = False
         self.seen: Tensor | None = None
@@ -69,6 +77,11 @@ def weighed_as(weight: MicrobatchWeight) -> Iterator[None]:
 def current_token_mask() -> Tensor | None:
     """Bool (B, L): the tokens of the microbatch that runs that are no padding; None: all of them, or nothing is known."""
     return _current[0].tokens
+
+
+def current_documents() -> Tensor | None:
+    """Integer (B, L): the document of each token of the microbatch that runs, where attention has to keep them apart; None: it has not."""
+    return _current[0].documents
 
 
 def add_auxiliary_loss(hidden: Tensor, loss: Tensor, *, tokens: Tensor | None = None) -> Tensor:

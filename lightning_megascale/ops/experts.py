@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-@torch.compiler.disable
 def check_choice(hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, num_experts: int, name: str) -> None:
     """Refuses what no router may choose. Indices themselves are looked at on a CPU only: elsewhere that would wait for the device.
 
@@ -36,7 +35,7 @@ def check_choice(hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, num_
             f"{name} is called with indices of {indices_TK.dtype} and weights of {weights_TK.dtype}: indices (T, K) are integers and come "
             "before weights (T, K)"
         )
-    if indices_TK.device.type == "cpu" and indices_TK.numel() and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and indices_TK.device.type == "cpu" and indices_TK.numel():
         low, high = (int(value) for value in indices_TK.aminmax())
         if low < 0 or high > num_experts:
             raise ValueError(
@@ -45,6 +44,7 @@ def check_choice(hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, num_
             )
 
 
+@torch.compiler.disable
 def swiglu_experts(hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
     """sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)), e = indices[t, k].
 

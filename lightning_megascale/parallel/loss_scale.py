@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from lightning_megascale.data.ragged import Ragged
+
 IGNORE_INDEX = -100  # torch's cross_entropy default
 
 
@@ -106,6 +108,13 @@ def real_tokens(batch: Any) -> torch.Tensor | None:
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return mask.bool() if not mask.is_floating_point() else mask > 0
     return documents >= 0 if isinstance(documents, torch.Tensor) and documents.ndim == 2 else None
+
+
+def documents_of(batch: Any) -> torch.Tensor | None:
+    """``document_ids`` (B, L) of a packed batch; None where it has none."""
+    batch = vars(batch) if is_dataclass(batch) else batch
+    found = batch.get("document_ids") if isinstance(batch, Mapping) else None
+    return found if isinstance(found, torch.Tensor) and found.ndim == 2 else None
 
 
 def tokens_of(batch: Any) -> torch.Tensor | None:
@@ -242,6 +251,8 @@ def rows_of(batch: Any) -> int | None:
     """Rows of the first tensor with a dim 0 in a nest of mappings and sequences."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, Ragged):
+        return len(batch)
     batch = vars(batch) if is_dataclass(batch) else batch
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     return next((rows for rows in map(rows_of, values) if rows is not None), None)

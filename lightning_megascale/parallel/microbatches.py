@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_megascale.data.ragged import Ragged
+
 
 def split_rows(batch: Any, rows: int, parts: int) -> list[Any]:
     """Cuts a batch into parts of equal rows; what has no rows goes to every part.
@@ -39,11 +41,11 @@ def _part(value: Any, rows: int, size: int, number: int, name: str) -> Any:
     def cut(path: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return value[begin : begin + size] if len(value) == rows else value
-        if value.ndim == 0:
+        if not isinstance(value, Ragged) and value.ndim == 0:
             return value
-        if value.shape[0] != rows:
+        if len(value) != rows:
             raise ValueError(
-                f"{path} has {value.shape[0]} rows and the batch {rows}, so it cannot be cut into microbatches: give each tensor one row "
+                f"{path} has {len(value)} rows and the batch {rows}, so it cannot be cut into microbatches: give each tensor one row "
                 "for each sample, or make it a 0-dim tensor"
             )
         return value[begin : begin + size]
@@ -60,7 +62,7 @@ def map_batch(value: Any, function: Callable[[str, Any], Any], name: str = "batc
             tensors nor containers. Anything else stays.
         name: path of ``value``.
     """
-    if isinstance(value, (Tensor, np.ndarray)):
+    if isinstance(value, (Tensor, np.ndarray, Ragged)):
         return function(name, value)
     if isinstance(value, Mapping):
         return _like(value, {key: map_batch(item, function, f"{name}[{key!r}]") for key, item in value.items()})
@@ -69,11 +71,16 @@ def map_batch(value: Any, function: Callable[[str, Any], Any], name: str = "batc
         return replace(value, **changed)
     if isinstance(value, (list, tuple)):
         named = hasattr(value, "_fields")
-        if not named and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
+        if not named and not any(isinstance(item, (Tensor, Mapping, list, tuple)) and not _is_strings(item) for item in value):
             return function(name, value)
         items = [map_batch(item, function, f"{name}[{place}]") for place, item in enumerate(value)]
         return type(value)(*items) if named else type(value)(items)
     return value
+
+
+def _is_strings(value: Any) -> bool:
+    """The samples that share a row, by their keys."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _like(mapping: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -70,4 +71,18 @@ def guard_saving(model: Any) -> None:
 
 def guard_calls(model: nn.Module, plan: ParallelPlan) -> None:
     """Makes every call of the model be looked at first. (A pipeline looks at the calls that it captures.)"""
-    model.register_forward_pre_hook(lambda module, args, kwargs: check_call(module, plan, kwargs), with_kwargs=True)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        check_call(module, plan, kwargs)
+        return args, without_cache(module, kwargs)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A training call's arguments. With positions that begin anew transformers keeps the documents of a packed row apart, but not where it
+    makes a cache, which is its default: then they would attend to each other without a word."""
+    asks = kwargs.get("use_cache") is None and kwargs.get("position_ids") is not None
+    if asks and torch.is_grad_enabled() and hasattr(getattr(model, "config", None), "use_cache"):
+        return {**kwargs, "use_cache": False}
+    return kwargs

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_megascale.data.ragged import Ragged
 from lightning_megascale.parallel.context_names import names_of
 from lightning_megascale.parallel.loss_scale import IGNORE_INDEX
 from lightning_megascale.parallel.microbatches import map_batch
@@ -37,7 +38,7 @@ class Trial:
         """Labels ignored but those of ``targets``; the tokens of ``changed`` are others."""
 
         def cut(name: str, leaf: Any) -> Any:
-            if isinstance(leaf, (list, tuple)):
+            if isinstance(leaf, (list, tuple, Ragged)):
                 return leaf[: self.rows] if len(leaf) == self._of else leaf
             if leaf.ndim == 2 and tuple(leaf.shape) == (1, self._length) and name.endswith(("['position_ids']", ".position_ids")):
                 return leaf[:, : self.tokens].expand(self.rows, -1)

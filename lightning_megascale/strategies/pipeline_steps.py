@@ -24,7 +24,7 @@ from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microba
 from lightning_megascale.parallel.context import Context
 from lightning_megascale.parallel.context_call import prepare_call
 from lightning_megascale.parallel.layouts import is_published
-from lightning_megascale.parallel.loss_scale import Weights, real_tokens, rows_of, tokens_of, weigh, weighted
+from lightning_megascale.parallel.loss_scale import Weights, documents_of, real_tokens, rows_of, tokens_of, weigh, weighted
 from lightning_megascale.parallel.microbatches import first_rows, split_rows
 from lightning_megascale.parallel.mixin import become
 from lightning_megascale.parallel.pipeline import Call, Pipeline
@@ -219,10 +219,11 @@ class PipelineSteps:
             tokens: Tensor | None = self._context.whole.part(number * work.rows, work.rows).document_ids >= 0
         else:
             tokens = real_tokens(part)
+        documents = documents_of(part) if self._context is None else None
         if not work.train:
-            return MicrobatchWeight(1.0, tokens=tokens)
+            return MicrobatchWeight(1.0, tokens=tokens, documents=documents)
         weights = self._weigh(part)
-        weight = MicrobatchWeight(None if weights is None else weights.used, 1.0, tokens)
+        weight = MicrobatchWeight(None if weights is None else weights.used, 1.0, tokens, documents)
         work.tokens.append(tokens.sum() if tokens is not None else tokens_of(part))
         return weight
 

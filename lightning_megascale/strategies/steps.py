@@ -45,15 +45,16 @@ class StepNumbers:
     def _group(self) -> dist.ProcessGroup | None:
         return self._views.loss.get_group() if self._views.loss.size() > 1 else None
 
-    def before_forward(self, batch: Any, tokens: torch.Tensor | None = None) -> None:
+    def before_forward(self, batch: Any, tokens: torch.Tensor | None = None, documents: torch.Tensor | None = None) -> None:
         """Notes the batch: manual optimization runs its backwards inside the step.
 
         Args:
             batch: this rank's.
             tokens: bool (B, L), which of its tokens are no padding; None: all.
+            documents: integer (B, L), of packed rows; None: whole rows, or attention knows.
         """
         self._batch, self._weights, self._loss, self._backwards = batch, None, None, 0
-        self._auxiliary = MicrobatchWeight(tokens=tokens)
+        self._auxiliary = MicrobatchWeight(tokens=tokens, documents=documents)
         set_microbatch_weight(self._auxiliary)
 
     def after_forward(self, module: pl.LightningModule, output: Any) -> Any:

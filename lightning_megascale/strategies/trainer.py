@@ -26,7 +26,7 @@ from lightning_megascale.parallel.context import Context
 from lightning_megascale.parallel.data import postponed_reduction
 from lightning_megascale.parallel.init import broadcast_from_first, materialize, on_meta, same_on_all_ranks
 from lightning_megascale.parallel.layouts import find_layout, is_published, target_of
-from lightning_megascale.parallel.loss_scale import real_tokens
+from lightning_megascale.parallel.loss_scale import documents_of, real_tokens
 from lightning_megascale.parallel.model_check import check_model
 from lightning_megascale.parallel.parallelize import Parallelized, is_parallel, parallelize, record_units
 from lightning_megascale.parallel.pipeline import standing_in
@@ -338,7 +338,7 @@ class MegascaleStrategy(Saving):
         if self._pipeline is not None:
             return self._pipelined_step(self._pipeline, number, batch, args[1:])
         seed_microbatch(self._seed, number, self.mesh_views.token_rank)
-        self.numbers.before_forward(batch, self._real_tokens(batch))
+        self.numbers.before_forward(batch, self._real_tokens(batch), self._documents(batch))
         with guards.explained(guards.IN_STEP):
             output = super().training_step(*args, **kwargs)
         return self.numbers.after_forward(module, output)
@@ -346,6 +346,10 @@ class MegascaleStrategy(Saving):
     def _real_tokens(self, batch: Any) -> Tensor | None:
         """Which of this rank's tokens are no padding."""
         return real_tokens(batch) if self._sequences is None else self._sequences.real_tokens
+
+    def _documents(self, batch: Any) -> Tensor | None:
+        """Which document each token is of; context parallelism's own attention knows."""
+        return documents_of(batch) if self._sequences is None else None
 
     def _pipelined_step(self, pipeline: PipelineSteps, number: int, batch: Any, rest: tuple[Any, ...]) -> Any:
         """Forward and backward of all microbatches at once: Lightning's order, zeroing between the two, would wipe the gradients."""
@@ -390,7 +394,7 @@ class MegascaleStrategy(Saving):
 
     def _evaluated(self, name: str, step: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pipeline is None:
-            set_microbatch_weight(MicrobatchWeight(1.0, tokens=self._real_tokens(batch)))
+            set_microbatch_weight(MicrobatchWeight(1.0, tokens=self._real_tokens(batch), documents=self._documents(batch)))
             try:
                 return step(*args, **kwargs)
             finally:

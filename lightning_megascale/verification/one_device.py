@@ -18,7 +18,7 @@ from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microba
 from lightning_megascale.parallel.expert_balance import Routers
 from lightning_megascale.parallel.init import materialize, on_meta
 from lightning_megascale.parallel.layouts import target_of
-from lightning_megascale.parallel.loss_scale import real_tokens, weigh
+from lightning_megascale.parallel.loss_scale import documents_of, real_tokens, weigh
 from lightning_megascale.parallel.rng import seed_step
 from lightning_megascale.strategies.steps import read_output
 from lightning_megascale.verification.subject import Subject
@@ -56,7 +56,7 @@ class OneDevice(SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch = args[0] if args else next(iter(kwargs.values()))
-        layers = MicrobatchWeight(1.0, tokens=real_tokens(batch))
+        layers = MicrobatchWeight(1.0, tokens=real_tokens(batch), documents=documents_of(batch))
         set_microbatch_weight(layers)
         output, loss, weights = read_output(super().training_step(*args, **kwargs))
         weights = weights or weigh(batch, "auto", None, self.root_device)

@@ -119,6 +119,15 @@ def _where(processes: Sequence[Any], stuck: Sequence[int], folder: Path) -> str:
     return "".join(places)
 
 
+def _forget_compiled() -> None:
+    """What the process that a rank was forked from has compiled is none of the rank's business."""
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo.utils import counters
+
+        torch._dynamo.reset()
+        counters.clear()
+
+
 def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: Path, args: tuple, together: bool) -> None:
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -126,6 +135,7 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: Path
     sys.stdout = sys.stderr = os.fdopen(os.dup(log), "w", buffering=1)  # the parent's may be no longer on 1 and 2
     faulthandler.register(signal.SIGUSR1, file=(folder / f"{rank}.where").open("w"), all_threads=False)
     torch.set_num_threads(1)
+    _forget_compiled()
     code = 0
     try:
         _environment(rank, world, together)

@@ -153,3 +153,12 @@ def test_what_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
 def test_draws_before_the_first_are_refused() -> None:
     with pytest.raises(ValueError, match="first=-1: draws count from 0"):
         SourceOrder(0, [3], 0).at(-1)
+
+
+def test_lanes_do_not_undo_the_shuffle_of_a_small_source() -> None:
+    """With a lane for each draw, rows would come as they lie in their shard, in every epoch."""
+    order = SourceOrder(3, [20], seed=0, lanes=1024, positions=lambda source, first, count: np.arange(first, first + count))
+    epochs = [order.many(20 * epoch, 20)[2].tolist() for epoch in range(8)]
+    assert all(sorted(rows) == list(range(20)) for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) == 8 and list(range(20)) not in epochs
+    assert len({rows[3] for rows in epochs}) > 3
