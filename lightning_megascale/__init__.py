@@ -16,6 +16,8 @@ _NAMES = {
     "RingContextSharding": "lightning_megascale.callbacks.context_sharding",
     "ThroughputMonitor": "lightning_megascale.callbacks.throughput",
     "TextDataModule": "lightning_megascale.data.datamodule",
+    "MixtureDataModule": "lightning_megascale.data.mixture",
+    "ImageTextDataModule": "lightning_megascale.data.image_text",
 }
 __all__ = [*_NAMES]
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_megascale.callbacks.expert_balance import ExpertBalanceMonitor as ExpertBalanceMonitor
     from lightning_megascale.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_megascale.data.datamodule import TextDataModule as TextDataModule
+    from lightning_megascale.data.image_text import ImageTextDataModule as ImageTextDataModule
+    from lightning_megascale.data.mixture import MixtureDataModule as MixtureDataModule
     from lightning_megascale.layout import ModelLayout as ModelLayout
     from lightning_megascale.module import MegascaleModule as MegascaleModule
     from lightning_megascale.plan import ParallelPlan as ParallelPlan
