@@ -195,7 +195,8 @@ class MegascaleModule(pl.LightningModule):
             if current_documents() is not None:
                 set_microbatch_weight(MicrobatchWeight(1.0))
             return batch
-        if not any(isinstance(module, ScaledDotProductAttention) for module in model.modules()):
+        # a decoder's first pipeline stage may have no attention
+        if not (isinstance(model, Decoder) or any(isinstance(module, ScaledDotProductAttention) for module in model.modules())):
             raise ValueError(
                 f"the batch has document_ids, and {type(model).__name__} attends to rows as a whole: use rows='padded', or "
                 "context_parallel_size above 1, whose attention keeps documents apart"
