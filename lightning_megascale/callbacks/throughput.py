@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -35,18 +36,24 @@ PEAK_BF16_FLOPS = (
     (r"MI250X", 383e12),  # AMD Instinct MI250X data sheet, both dies
 )
 
+_MUCH_WAITING = 0.25
+_log = logging.getLogger(__name__)
+
 
 class ThroughputMonitor(Callback):
     """Logs, once per ``window`` optimizer steps, the means over that window.
 
     * ``perf/tokens_per_second``: over all ranks: this rank's tokens times the data-parallel size (not the world size: tensor-parallel
-      peers read the same tokens). Tokens are the elements of ``input_ids``, or the ones of ``attention_mask`` when the batch
-      has it; for a batch without ``input_ids`` the rows are counted. Under context parallelism those of the whole rows.
+      peers read the same tokens). Tokens are the elements of ``input_ids``, or those that ``attention_mask`` or ``document_ids``
+      (0 or more) tell from padding; for a batch without ``input_ids`` the rows are counted. Under context parallelism those of the
+      whole rows.
     * ``perf/step_seconds``: per optimizer step, with all of its accumulated batches and their reading. Not in it: validation, and
       writing checkpoints (of a checkpoint with ``save_weights_only`` callbacks hear nothing, so it is in), together with the reading
       of the one batch that follows. The first optimizer step of a fit, with its compilation and allocation, is left out.
     * ``perf/data_wait_share``: part of that time between the end of a batch and the start of the next. The host's clock: on a GPU, work
-      that is still queued may hide it, so it is an upper bound of what reading costs.
+      that is still queued may hide it, so it is an upper bound of what reading costs. Above a quarter of the time, a warning says so,
+      once.
+    * what the data module's ``metrics()`` tells, if it has one: ``data/ratio/NAME``, ``data/quarantined``.
     * ``perf/mfu``: model FLOPs utilization, tokens per second x FLOPs per token / (peak FLOP/s x world size); only when both are known.
       Convention: forward and backward FLOPs per token = 6 x N_matmul + 12 x layers x hidden x sequence, with N_matmul the weights
       that take part in matrix products (the head does, the embedding does not), causal masking not discounted, recomputation not
@@ -80,6 +87,7 @@ class ThroughputMonitor(Callback):
             if value is not None and value != "auto" and (isinstance(value, str) or not value > 0):
                 raise ValueError(f'{name}={value!r}: a positive number, "auto", or None')
         self.window, self.flops_per_token, self.peak_flops, self.clock = window, flops_per_token, peak_flops, clock
+        self._warned = False
         self.latest: dict[str, float] = {}
         self._measuring = False
         self._tokens: int | torch.Tensor = 0
@@ -154,11 +162,25 @@ class ThroughputMonitor(Callback):
         flops = self._flops_per_token(pl_module, batch)
         if flops is not None and self._peak is not None:
             values["perf/mfu"] = tokens_per_second * flops / (float(self._peak) * trainer.world_size)
+        self._warn_of_waiting(values["perf/data_wait_share"], trainer)
+        if callable(own := getattr(getattr(trainer, "datamodule", None), "metrics", None)):
+            values |= own()
         self.latest = values
         for logger in trainer.loggers:  # at once: self.log would wait for a multiple of log_every_n_steps, which may never fall here
             logger.log_metrics(values, step=trainer.global_step - 1)  # Lightning numbers the first step 0
         for name, value in values.items():
             pl_module.log(name, value, prog_bar=name == "perf/tokens_per_second", logger=False, on_step=True, on_epoch=False)
+
+    def _warn_of_waiting(self, share: float, trainer: Trainer) -> None:
+        if share > _MUCH_WAITING and not self._warned and trainer.is_global_zero:
+            self._warned = True
+            workers = getattr(getattr(trainer, "datamodule", None), "num_workers", None)
+            _log.warning(
+                "%.0f%% of the time goes by between batches: reading data limits this run. Raise num_workers%s, or prepare the shards once "
+                "(megascale data write ... preprocessed=true)",
+                100 * share,
+                "" if workers is None else f" (now {workers})",
+            )
 
     def _flops_per_token(self, module: LightningModule, batch: Any) -> float | None:
         if self.flops_per_token != "auto":
@@ -182,7 +204,9 @@ def whole_shape(trainer: Any) -> tuple[int, int] | None:
 def count_tokens(batch: Any) -> int | torch.Tensor:
     """Tokens of a batch (or its rows, without ``input_ids``); a masked count stays on the device, so that nothing waits for it."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-        mask = batch.get("attention_mask")
+        mask, documents = batch.get("attention_mask"), batch.get("document_ids")
+        if mask is None and isinstance(documents, torch.Tensor) and documents.shape == batch["input_ids"].shape:
+            mask = documents >= 0
         return batch["input_ids"].numel() if mask is None else mask.sum()
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 1

@@ -288,6 +288,13 @@ class MixtureDataModule(PositionedDataModule):
             )
         return samples  # an upper bound: max_steps ends the run
 
+    def metrics(self) -> dict[str, float]:
+        """Share of each source in what was trained on so far, and how many bad samples are listed: for loggers."""
+        samples = max(self._samples_at(self.position), 1)
+        counts = self.schedule.counts(min(samples, self.schedule.total or samples))
+        shares = {f"data/ratio/{name}": count / samples for name, count in zip(self.schedule.sources, counts)}
+        return {**shares, "data/quarantined": float(len(self.quarantine))}
+
     # ---- identity ------------------------------------------------------------------------------------------------------------------------
 
     @property

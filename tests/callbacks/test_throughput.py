@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -197,6 +197,33 @@ def test_padding_is_no_token(tmp_path: Path) -> None:
     assert rows[0][1]["perf/tokens_per_second"] == 12 / 2.5
 
 
+def test_much_waiting_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with caplog.at_level("WARNING"):
+        fit(tmp_path, monitor(), max_steps=10)  # 0.5 s of 2.5
+        assert "reading data limits this run" not in caplog.text
+        monkeypatch.setitem(globals(), "READ", 2.0)
+        fit(tmp_path, monitor(), max_steps=10)
+    assert caplog.text.count("50% of the time goes by between batches: reading data limits this run. Raise num_workers") == 1
+
+
+def test_what_a_data_module_tells_is_logged(tmp_path: Path) -> None:
+    class Told(ThroughputMonitor):
+        pass
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return Batches(clock)
+
+        def metrics(self) -> dict[str, float]:
+            return {"data/ratio/text": 0.25}
+
+    clock, records = Clock(), Records()
+    options: dict[str, Any] = dict(enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, max_steps=5)
+    watch = Told(3, clock=clock)
+    Trainer(accelerator="cpu", devices=1, logger=records, callbacks=[watch], **options).fit(Module(clock), datamodule=Data())
+    assert watch.latest["data/ratio/text"] == 0.25 and "perf/step_seconds" in watch.latest
+
+
 def test_flops_are_the_models_own_or_six_per_parameter(tmp_path: Path) -> None:
     def flops(method_of: str | None, **arguments: Any) -> float | None:
         module = Module(Clock())
@@ -236,6 +263,8 @@ def test_counting() -> None:
     assert count_tokens({"input_ids": ids}) == 15
     masked = count_tokens({"input_ids": ids, "attention_mask": torch.eye(3, 5, dtype=torch.bool)})
     assert isinstance(masked, torch.Tensor) and masked.item() == 3  # stays where it is
+    packed = torch.tensor([[0, 0, 1, -1, -1], [0, 1, 2, 2, -1], [-1] * 5])
+    assert int(count_tokens({"input_ids": ids, "document_ids": packed})) == 7
     assert count_tokens({"name": "x", "image": torch.zeros(7, 3, 2)}) == 7
     assert count_tokens((torch.zeros(2, 9), torch.zeros(2))) == 2
     assert count_tokens([{"x": torch.zeros(4, 1)}]) == 4

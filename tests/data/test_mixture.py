@@ -122,6 +122,20 @@ def test_a_stage_of_steps_follows_the_global_batch(made: Any) -> None:
         run(made(stages=stages, rows="packed"))
 
 
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_metrics_tell_the_shares_so_far(rows: str, made: Any, tmp_path: Path) -> None:
+    data = made(rows=rows, packing_window=32)
+    data.prepare_data()
+    data.setup()
+    data.load_state_dict(
+        {"position": data.advance(0, 100 if rows == "padded" else 20), "batches": 0, "global_batch": 2, "data": data.identity}
+    )
+    told = data.metrics()
+    samples = 100 if rows == "padded" else data.packer.span(data.position >> 20)[0] + data.packer.span(data.position >> 20)[1]
+    drawn = Counter(key[0] for key in keys(data, 0, samples))
+    assert told == {**{f"data/ratio/{name}": drawn[name] / samples for name in "abc"}, "data/quarantined": 0.0}
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------------------------------
 
 
