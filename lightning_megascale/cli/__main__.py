@@ -8,6 +8,7 @@ VERBS = {
     "train": "train a recipe; starts its own ranks when nobody else did",
     "verify": "prove on your own model that a plan gives the numbers of one device",
     "checkpoint": "list, check, reshard and export checkpoints",
+    "data": "index, lint, preview, count and write the shards that a run reads",
     "recipes": "list the recipes",
 }
 

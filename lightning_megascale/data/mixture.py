@@ -62,12 +62,12 @@ class MixtureDataModule(PositionedDataModule):
         shuffle_window: samples of a source that are shuffled together; more mix better, fewer open fewer shards.
         lanes: how many classes of positions read neighbouring samples, so that a rank opens few shards; a multiple of the data-parallel
             size; 1 with ``weights="tokens"``.
-        packing_window: samples that are packed together; None: 128 rows' worth.
+        packing_window: samples that are packed together; None: at least 256 rows' worth.
         pad_multiple: of bucketed rows.
         steps_per: samples of an optimizer step, for stages counted in steps; None: from the trainer.
         cache_dir: where remote shards and indexes go; None means $MEGASCALE_CACHE, or ~/.cache/lightning_megascale.
         cache_gigabytes: how much remote shards may take of a node's disk; None without limit.
-        quarantine: file that lists bad samples; None puts it in the cache folder.
+        quarantine: file that lists bad samples; None: ``quarantine.jsonl`` in the trainer's default_root_dir.
         quarantine_limit: bad samples after which the run stops.
         cu_seqlens: whether packed batches carry the borders that kernels for variable lengths take.
 
@@ -123,7 +123,8 @@ class MixtureDataModule(PositionedDataModule):
         self.cache_dir = cache_root(cache_dir)
         limit = None if cache_gigabytes is None else int(cache_gigabytes * 1e9)
         self.store = ShardStore(self.cache_dir, limit)
-        self.quarantine = Quarantine(quarantine or self.cache_dir / "quarantine.jsonl", quarantine_limit)
+        self._quarantine_path, self.quarantine_limit = quarantine, quarantine_limit
+        self.quarantine = Quarantine(quarantine or "quarantine.jsonl", quarantine_limit)
         self._given_tokenizer = tokenizer
         self._tokenizer: Any = None
         self.train_stream: MixtureStream | None = None
@@ -165,6 +166,8 @@ class MixtureDataModule(PositionedDataModule):
         super().setup(stage)
         if self.train_stream is not None:
             return
+        if self._quarantine_path is None and self.trainer is not None:
+            self.quarantine = Quarantine(Path(self.trainer.default_root_dir) / "quarantine.jsonl", self.quarantine_limit)
         names = list(self.sources)
         opened = dict(zip(names, self._open(self.sources)))
         plain = {name: SourceOrder(key_of(name), source.sizes, self.seed, self.shuffle_window) for name, source in opened.items()}
@@ -211,7 +214,7 @@ class MixtureDataModule(PositionedDataModule):
 
     @property
     def _step_samples(self) -> int | None:
-        if self.rows == "packed":
+        if self.rows == "packed" or (self.steps_per is None and self.trainer is None):
             return None
         return self.steps_per or self._global_batch * self._accumulated
 

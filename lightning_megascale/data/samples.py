@@ -59,7 +59,11 @@ class ShardedSource:
         self.shards = [shown(url).rstrip("/").rsplit("/", 1)[-1] for url in self.urls]
         self.indexes: list[ShardIndex] = store.indexes(self.urls)
         self.sizes = np.array([index.samples for index in self.indexes], dtype=np.int64)
-        self.fields = dict(config.fields) if config.fields is not None else default_fields(self.indexes[0].fields)
+        self.fields = (
+            dict(config.fields)
+            if config.fields is not None
+            else default_fields(sorted({name for index in self.indexes for name in index.fields}))
+        )
         self._check_fields()
         self._counts: OrderedDict[int, np.ndarray] = OrderedDict()
 

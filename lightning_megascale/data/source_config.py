@@ -28,7 +28,7 @@ class SourceConfig:
         fields: field -> extensions separated by ``;``, of which a sample has the first that is there. ``images`` is a list: the file
             with a plain extension, or those called ``0.jpg``, ``1.png`` and so on. ``images``, ``pixels`` and ``sizes`` may be missing,
             which is right where the text counts its pictures; a sample without another field is a bad one. None takes what
-            ``default_fields`` finds in the first shard.
+            ``default_fields`` finds in the shards.
         encode: fn(sample, context) -> dict, or its dotted path; None is ``encode.encode_sample``. Its attribute ``version`` goes into
             the identity of the token counts, ``count`` (sample, context) -> int gives them without encoding.
 
@@ -59,12 +59,12 @@ def _check_names(fields: Iterable[str]) -> None:
 
 
 def default_fields(extensions: Sequence[str]) -> dict[str, str]:
-    """The fields of ``DEFAULT_FIELDS`` of which a shard has an extension; of several texts the first alone.
+    """The fields of ``DEFAULT_FIELDS`` of which the shards have an extension; of several texts the first alone.
 
     Beside ``text``, a caption, a picture becomes ``image``, which must be there; unless the shard numbers its pictures.
 
     Args:
-        extensions: of all members of the shard.
+        extensions: of all members of the shards.
 
     Raises:
         ValueError: when there is no text.
@@ -74,7 +74,7 @@ def default_fields(extensions: Sequence[str]) -> dict[str, str]:
     texts = [name for name in TEXTS if name in found]
     if not texts:
         raise ValueError(
-            f"the first shard holds {', '.join(sorted(extensions))}, and no text by a usual name"
+            f"the shards hold {', '.join(sorted(extensions))}, and no text by a usual name"
             f" ({', '.join(DEFAULT_FIELDS[name] for name in TEXTS)}): say with `fields` which is which"
         )
     for name in texts[1:]:

@@ -85,7 +85,7 @@ def make_schedule(
         weights: what the weights of a mix count, "samples" or "tokens".
         orders: of each source, without lanes.
         lengths: source -> its tokens by shard and row; asked only where tokens are counted.
-        step_samples: samples of an optimizer step; None where a step has no fixed number (packed rows).
+        step_samples: samples of an optimizer step; None where it is not known (packed rows, no trainer).
 
     A stage of so many tokens ends with the first sample that reaches them; where weights count samples, by the order without lanes
     (with lanes, rows inside a shuffle window trade places, so the sum may differ by what a window's end moves).
@@ -97,8 +97,8 @@ def make_schedule(
     for spec in specs:
         if spec.unit == "steps" and step_samples is None:
             raise ValueError(
-                f"stage {spec.name!r}: until.steps={spec.amount} with packing, where a step has no fixed number of samples: give tokens"
-                " (steps x global batch size x sequence_length)"
+                f"stage {spec.name!r}: until.steps={spec.amount}, and a step has no known number of samples: with packing give tokens "
+                "(steps x global batch size x sequence_length), without a trainer steps_per"
             )
     if weights == "tokens":
         used = sorted({name for spec in specs for name in normalised(spec.name, spec.mix, sources)})

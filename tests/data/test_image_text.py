@@ -52,6 +52,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def module(urls: dict[str, str], folder: Path, stages: Any, **options: Any) -> ImageTextDataModule:
     given: dict[str, Any] = dict(sequence_length=64, batch_size=2, image_size=SIZE, image_patch=PATCH, cache_dir=folder, packing_window=16)
+    given["quarantine"] = folder / "quarantine.jsonl"
     return ImageTextDataModule(urls, stages, make_tokenizer(), **{**given, **options})
 
 

@@ -118,7 +118,7 @@ def test_a_stage_of_steps_follows_the_global_batch(made: Any) -> None:
     stages = [{"name": "one", "until": {"steps": 3}, "mix": {"a": 1}}, {"name": "two", "until": {"steps": 2}, "mix": {"b": 1}}]
     recorder = run(made(stages=stages, batch_size=4))
     assert [{key[0] for row in batch for key in row} for batch in recorder.rows] == [{"a"}] * 3 + [{"b"}] * 2
-    with pytest.raises(ValueError, match="until.steps=3 with packing, where a step has no fixed number of samples: give tokens"):
+    with pytest.raises(ValueError, match="until.steps=3, and a step has no known number of samples: with packing give tokens"):
         run(made(stages=stages, rows="packed"))
 
 

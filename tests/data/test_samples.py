@@ -62,7 +62,7 @@ def test_usual_fields_are_found() -> None:
     assert set(default_fields(("json", "0.jpg", "1.png"))) == {"conversation", "images"}
     assert set(default_fields(("tokens.npy", "spans.npy", "pixels.npy", "sizes.npy"))) == {"tokens", "spans", "pixels", "sizes"}
     assert set(default_fields(("tokens.npy", "txt"))) == {"tokens"}
-    with pytest.raises(ValueError, match="the first shard holds cls, jpg, and no text by a usual name .*say with `fields`"):
+    with pytest.raises(ValueError, match="the shards hold cls, jpg, and no text by a usual name .*say with `fields`"):
         default_fields(("jpg", "cls"))
 
 
