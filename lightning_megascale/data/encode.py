@@ -156,7 +156,12 @@ def count_tokens(sample: Sample, context: EncodeContext, encode: Encode | None =
         if encode is None or encode is encode_sample:
             return len(encode_tokens(sample, context).input_ids)
         count = getattr(encode, "count", None)
-        return int(count(sample, context)) if count is not None else len(encode(sample, context)["input_ids"])
+        if count is None:
+            return len(encode(sample, context)["input_ids"])
+        found = count(sample, context)
+        if isinstance(found, bool) or not isinstance(found, (int, np.integer)) or found < 1:
+            raise ValueError(f"its count gave {found!r}: it must be the number of tokens, at least 1")
+        return int(found)
     except BadSample:
         return 0
 
@@ -213,8 +218,13 @@ def resolve_encode(encode: str | Encode | None) -> Encode:
     return found
 
 
-def check_encoded(result: Any, name: str) -> dict[str, Any]:
+def check_encoded(result: Any, name: str, vocabulary: int) -> dict[str, Any]:
     """Refuses what an encode function of one's own may not return.
+
+    Args:
+        result: what it returned.
+        name: of the function.
+        vocabulary: ids the tokenizer has.
 
     Raises:
         ValueError: naming the key and the rule.
@@ -228,6 +238,9 @@ def check_encoded(result: Any, name: str) -> dict[str, Any]:
         if all(good for good, _ in rules):
             counts = len(result["input_ids"]), len(result["labels"])
             rules.append((counts[0] == counts[1] > 0, f"'labels' as long as 'input_ids' and not empty, not {counts[1]} for {counts[0]}"))
+            if counts[0]:
+                low, high = (int(value) for value in result["input_ids"].aminmax())
+                rules.append((0 <= low <= high < vocabulary, f"ids from 0 to {vocabulary - 1}, as the tokenizer has, not {low} to {high}"))
     wrong = [message for holds, message in rules if not holds]
     if wrong:
         raise ValueError(f"{name} must return {'; '.join(wrong)}")

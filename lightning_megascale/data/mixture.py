@@ -20,7 +20,7 @@ from lightning_megascale.data.mixture_stream import MixtureStream, PackedStream,
 from lightning_megascale.data.packing import Bucketer, Packer, choose_window
 from lightning_megascale.data.positioned import Batch, BatchLoader, PositionedDataModule
 from lightning_megascale.data.quarantine import Quarantine
-from lightning_megascale.data.ranks import data_parallel_position
+from lightning_megascale.data.ranks import alike_on_all_ranks, data_parallel_position
 from lightning_megascale.data.samples import ShardedSource, SourceConfig
 from lightning_megascale.data.shuffle import SourceOrder
 from lightning_megascale.data.stages import normalised
@@ -55,7 +55,8 @@ class MixtureDataModule(PositionedDataModule):
         validation: sources of which every sample is read once, in storage order.
         rows: "packed" puts several samples in a row, planned by their lengths; "padded" one, padded to L; "bucketed" one, padded to a
             multiple of ``pad_multiple``, near others of its length.
-        long_documents: "split" cuts what is longer than L into rows of their own (text without pictures); "truncate" drops the rest.
+        long_documents: "split" cuts what is longer than L into samples of their own (text without pictures), which weights and budgets of
+            stages count as such; "truncate" drops the rest.
         weights: what the weights of a mix count: "samples" or "tokens".
         seed: of all shuffles.
         num_workers: reading processes of a rank.
@@ -113,6 +114,11 @@ class MixtureDataModule(PositionedDataModule):
             shuffle_window=shuffle_window,
             pad_multiple=pad_multiple,
             cache_gigabytes=cache_gigabytes,
+            seed=seed,
+            packing_window=packing_window,
+            steps_per=steps_per,
+            cu_seqlens=cu_seqlens,
+            validation=validation,
         )
         self.sources = {name: source_config(name, config) for name, config in sources.items()}
         self.validation = {name: source_config(name, config) for name, config in (validation or {}).items()}
@@ -138,6 +144,8 @@ class MixtureDataModule(PositionedDataModule):
             if isinstance(self._given_tokenizer, (str, os.PathLike)):
                 from transformers import AutoTokenizer  # half a second, for those who name one only
 
+                if str(self._given_tokenizer).startswith((".", "/", "~")) and not Path(self._given_tokenizer).expanduser().is_dir():
+                    raise ValueError(f"tokenizer={str(self._given_tokenizer)!r}: there is no such folder")
                 self._tokenizer = AutoTokenizer.from_pretrained(self._given_tokenizer)
             else:
                 self._tokenizer = self._given_tokenizer
@@ -166,6 +174,10 @@ class MixtureDataModule(PositionedDataModule):
         super().setup(stage)
         if self.train_stream is not None:
             return
+        alike_on_all_ranks(self._prepare, lambda: self.identity)
+
+    def _prepare(self) -> None:
+        """Opens the shards and plans the run."""
         if self._quarantine_path is None and self.trainer is not None:
             self.quarantine = Quarantine(Path(self.trainer.default_root_dir) / "quarantine.jsonl", self.quarantine_limit)
         names = list(self.sources)
@@ -221,7 +233,8 @@ class MixtureDataModule(PositionedDataModule):
     # ---- batches -------------------------------------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> BatchLoader:
-        assert self.train_stream is not None
+        if self.train_stream is None:
+            raise ValueError("call prepare_data() and setup() first; a Trainer does")
         stream = self.train_stream if self.packer is None else PackedStream(self.train_stream, self.packer)
         return BatchLoader(
             stream, self._train_batches, self._train_length, self.batch_size, self.num_workers, self._align_restored_progress, self._collate
@@ -264,12 +277,25 @@ class MixtureDataModule(PositionedDataModule):
         position = self.position
         if getattr(self.trainer, "overfit_batches", 0):  # the same few batches in every epoch
             position = self.advance(0, done * self._global_batch)
-        for _ in range(self._train_length() - done):
+        left = self._train_length() - done
+        for batch in range(left):
+            if batch % self._accumulated == 0 and len(self.take(position, self._global_batch * self._accumulated)) < (
+                self._global_batch * self._accumulated
+            ):
+                return  # the run's last rows, which fill no optimizer step
             rows = self.take(position, self._global_batch)
-            if len(rows) < self._global_batch:  # the run's last rows, which fill no batch of all ranks
-                return
             position = self.advance(position, self._global_batch)
             yield rows[rank::size]
+
+    def _align_restored_progress(self, epoch: int) -> None:
+        """Beside what the base does: a run whose stages have ended stops, instead of going through empty epochs."""
+        super()._align_restored_progress(epoch)
+        step = self._global_batch * self._accumulated
+        if self.trainer is None or self.schedule.total is None or getattr(self.trainer, "overfit_batches", False):
+            return
+        if self.position and len(self.take(self.position, step)) < step:
+            self.trainer.should_stop = True
+            _log.warning("the stages end here, %d samples into the run: for a longer one append a stage", self.schedule.total)
 
     def _train_length(self) -> int:
         """Batches of an epoch: the whole run where its stages end, else as many as all samples fill."""

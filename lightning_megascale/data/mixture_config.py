@@ -34,6 +34,16 @@ def check_arguments(**given: Any) -> None:
     for name, choices in (("rows", ROWS), ("long_documents", ("split", "truncate")), ("weights", ("samples", "tokens"))):
         if given[name] not in choices:
             wrong.append(f"{name}={given[name]!r}: must be one of {', '.join(choices)}")
+    for name, least in (("packing_window", 1), ("steps_per", 1)):
+        if given[name] is not None and not _whole(given[name], least):
+            wrong.append(f"{name}={given[name]!r}: None, or a whole number, at least {least}")
+    if not isinstance(given["seed"], int):
+        wrong.append(f"seed={given['seed']!r}: a whole number")
+    if given["cu_seqlens"] and given["rows"] != "packed":
+        wrong.append(f"cu_seqlens=True with rows={given['rows']!r}: only packed rows have borders of documents")
+    for name in ("sources", "validation"):
+        if not isinstance(given[name] or {}, Mapping):
+            wrong.append(f"{name}={given[name]!r}: a mapping, name: {{urls, fields, encode}}")
     if given["cache_gigabytes"] is not None and not given["cache_gigabytes"] > 0:
         wrong.append(f"cache_gigabytes={given['cache_gigabytes']}: above 0, or None without limit")
     if wrong:

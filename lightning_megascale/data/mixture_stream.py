@@ -16,7 +16,7 @@ from lightning_megascale.data.schedule import Schedule
 from lightning_megascale.data.shuffle import Row, SourceOrder
 
 IGNORED = -100  # the label that no loss counts
-TRIES = 8
+TRIES = 1000  # bad ones in a row; the quarantine's limit stops most runs before
 _WHOLE = 1 << 40  # tokens: no document is cut
 
 

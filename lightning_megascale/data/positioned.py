@@ -85,7 +85,7 @@ class PositionedDataModule(LightningDataModule):
         self.batch_size, self.num_workers = batch_size, num_workers
         self._run: Any = None  # the trainer that the position below belongs to
         self._start, self._start_batches = 0, 0  # where the run stood when Lightning had finished so many batches
-        self._restored_global_batch: int | None = None
+        self._restored: tuple[int, int] | None = None  # global batch and accumulation that Lightning's restored counts are of
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -108,7 +108,8 @@ class PositionedDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         finished = self._progress.total.processed if self.trainer is not None else 0
-        return {"position": self.position, "batches": finished, "global_batch": self._global_batch, "data": self.identity}
+        counted = {"batches": finished, "global_batch": self._global_batch, "accumulated": self._accumulated}
+        return {"position": self.position, **counted, "data": self.identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the position of a checkpoint.
@@ -124,7 +125,7 @@ class PositionedDataModule(LightningDataModule):
                 " Restore these values, or start a new run (run.name=new), or from the beginning (resume=never)"
             )
         self._start, self._start_batches = state_dict["position"], state_dict["batches"]
-        self._restored_global_batch = state_dict["global_batch"]
+        self._restored = state_dict["global_batch"], state_dict.get("accumulated", self._accumulated)
 
     @property
     def _progress(self) -> Any:
@@ -159,11 +160,13 @@ class PositionedDataModule(LightningDataModule):
         """After a restore under another global batch: Lightning's count of this epoch's batches, converted to batches of this run.
 
         Lightning ends an epoch when its restored count reaches the loader's length; a count in other units would end it early or late.
+        It also tells by the count where an optimizer step begins, so the count is rounded down to whole steps.
         """
-        old, self._restored_global_batch = self._restored_global_batch, None
-        if old is None or old == self._global_batch:
+        old, self._restored = self._restored, None
+        if old is None or old == (self._global_batch, self._accumulated):
             return
         current = self._progress.current
-        shift = current.processed * old // self._global_batch - current.processed
+        batches = current.processed * old[0] // self._global_batch
+        shift = batches - batches % self._accumulated - current.processed
         for name in ("ready", "started", "processed", "completed"):
             setattr(current, name, getattr(current, name) + shift)

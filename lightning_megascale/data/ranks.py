@@ -7,6 +7,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 T = TypeVar("T")
 
 
@@ -26,6 +28,39 @@ def data_parallel_position(trainer: Any) -> tuple[int, int]:
     if sampler:
         return int(sampler["rank"]), int(sampler["num_replicas"])
     return int(trainer.global_rank), int(trainer.world_size)
+
+
+def alike_on_all_ranks(prepare: Callable[[], None], identity: Callable[[], dict[str, Any]]) -> None:
+    """Runs ``prepare`` on every rank, and makes sure that afterwards all say the same ``identity``; what fails on one is raised on all.
+
+    Ranks on nodes with copies of their own may lack a shard, or hold an older one: they would read other samples at the same position.
+
+    Raises:
+        ValueError: naming the rank and what differs; or what ``prepare`` raises.
+    """
+    error: Exception | None = None
+    try:
+        prepare()
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+        error = caught
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if error is not None:
+            raise error
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (None, identity()) if error is None else (f"{type(error).__name__}: {error}", {}))
+    if error is not None:
+        raise error
+    for rank, (words, own) in enumerate(everyone):
+        if words is not None:
+            raise ValueError(f"rank {rank} cannot prepare its data: {words}")
+        differing = [key for key in own if own[key] != everyone[0][1].get(key)]
+        if differing:
+            said = "; ".join(f"{key} {own[key]} and {everyone[0][1].get(key)}" for key in differing)
+            raise ValueError(
+                f"ranks {rank} and 0 read different data: {said}. A node lacks a shard, or has another version of one: compare their "
+                "copies, or read from one place"
+            )
 
 
 def split_by_data_parallel_rank(

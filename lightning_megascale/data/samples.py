@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +21,12 @@ from lightning_megascale.data.encode import (
 from lightning_megascale.data.expand import expand, shown
 from lightning_megascale.data.index import ShardIndex, column
 from lightning_megascale.data.quarantine import BadSample, Quarantine
-from lightning_megascale.data.shuffle import Row
 from lightning_megascale.data.source_config import DEFAULT_FIELDS, OPTIONAL_FIELDS, SourceConfig, default_fields
 from lightning_megascale.data.storage import ShardStore
 
-__all__ = ["BadSample", "DEFAULT_FIELDS", "Quarantine", "ShardedSource", "SourceConfig", "default_fields", "fetch"]
+__all__ = ["BadSample", "DEFAULT_FIELDS", "Quarantine", "ShardedSource", "SourceConfig", "default_fields"]
 
+_log = logging.getLogger(__name__)
 _COLUMNS_KEPT = 1024  # token counts in memory, in shards
 
 
@@ -65,6 +67,7 @@ class ShardedSource:
             else default_fields(sorted({name for index in self.indexes for name in index.fields}))
         )
         self._check_fields()
+        self._tell_what_was_skipped()
         self._counts: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def __len__(self) -> int:
@@ -117,14 +120,19 @@ class ShardedSource:
         """
         if self.context is None:
             raise ValueError(f"source {self.name!r} was made without a context: give ShardedSource the EncodeContext to encode with")
-        sample = self.read(shard, row)
+        sample, context = self.read(shard, row), self.context
+        encoded = self._placed(shard, row, lambda: check_encoded(self.encode(sample, context), self._encode_name(), len(context.tokenizer)))
+        return {**encoded, "__key__": sample["__key__"]}
+
+    def _placed(self, shard: int, row: int, call: Callable[[], Any]) -> Any:
+        """What ``call`` gives; what it raises, but for bad samples, says where the sample lies."""
         try:
-            return check_encoded(self.encode(sample, self.context), self._encode_name())
+            return call()
         except BadSample:
             raise
         except Exception as error:
             kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
-            place = f"source {self.name!r}, shard {self.shards[shard]}, row {row}, key {sample['__key__']!r}"
+            place = f"source {self.name!r}, shard {self.shards[shard]}, row {row}, key {self.key(shard, row)!r}"
             raise kind(f"{place}: {self._encode_name()} raised {type(error).__name__}: {error}") from error
 
     def lengths(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -152,12 +160,13 @@ class ShardedSource:
         return self._counts[shard]
 
     def _count(self, shard: int, row: int) -> int:
-        assert self.context is not None
+        context = self.context
+        assert context is not None
         try:
             sample = self.read(shard, row, pictures=self.encode is not encode_sample)
         except BadSample:
             return 0
-        return count_tokens(sample, self.context, self.encode)
+        return int(self._placed(shard, row, lambda: count_tokens(sample, context, self.encode)))
 
     def _count_identity(self) -> str:
         if self.context is None:
@@ -187,6 +196,19 @@ class ShardedSource:
             )
         return data
 
+    def _tell_what_was_skipped(self) -> None:
+        """Members that are no part of any sample (links, names without an extension): seldom meant, so not passed over in silence."""
+        odd = [(name, index) for name, index in zip(self.shards, self.indexes) if index.noted]
+        if odd:
+            _log.warning(
+                "source %r: %d members of %d shards are part of no sample, the first in %s: %s. megascale data lint lists them",
+                self.name,
+                sum(index.noted for _, index in odd),
+                len(odd),
+                odd[0][0],
+                odd[0][1].notes[0],
+            )
+
     def _check_fields(self) -> None:
         there = {extension for index in self.indexes for extension in index.fields}
         for field, extensions in self.fields.items():
@@ -209,42 +231,3 @@ def _numbered(index: ShardIndex, row: int, extensions: str) -> list[str]:
         if index.field(row, numbered) is None:
             return names
         names.append(numbered)
-
-
-class Order(Protocol):
-    """Where draws lie: ``shuffle.SourceOrder`` is one."""
-
-    size: int
-
-    def at(self, k: int) -> Row: ...
-
-
-def fetch(order: Order, source: ShardedSource, draw: int, quarantine: Quarantine, tries: int = 8) -> tuple[dict[str, Any], Row, int]:
-    """The encoded sample of a draw; for a bad one that of the draw an epoch later, and so on. No other draw changes.
-
-    Args:
-        order: of the source.
-        source: its samples.
-        draw: k, from 0.
-        quarantine: lists the bad ones.
-        tries: draws to try.
-
-    Returns:
-        The sample, its row, and how many bad draws came before it.
-
-    Raises:
-        ValueError: when all tries were bad, or the quarantine's limit is passed.
-    """
-    reasons = []
-    for attempt in range(tries):
-        row = order.at(draw + attempt * order.size)
-        try:
-            return source.load(row.shard, row.row), row, attempt
-        except BadSample as error:
-            key, reason = source.key(row.shard, row.row), str(error)
-        quarantine.add(source.name, source.shards[row.shard], key, row.row, reason)
-        reasons.append(f"{source.shards[row.shard]} {key!r}: {reason}")
-    raise ValueError(
-        f"source {source.name!r}: draw {draw} and its {tries - 1} replacements, each an epoch later, are all bad samples; the last is"
-        f" {reasons[-1]}. They are listed in {quarantine.path}: repair the data, or correct `fields` or `encode`"
-    )

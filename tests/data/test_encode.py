@@ -258,7 +258,7 @@ def test_encode_functions_by_name() -> None:
 
 def test_results_of_own_functions_are_checked() -> None:
     good = {"input_ids": torch.arange(3), "labels": torch.arange(3), "more": 1}
-    assert check_encoded(good, "f") is good
+    assert check_encoded(good, "f", 400) is good
     for result, message in [
         (None, "f must return a dict, not NoneType"),
         ({**good, "labels": [1, 2, 3]}, r"'labels': a tensor \(T,\) of int64, not list"),
@@ -267,7 +267,7 @@ def test_results_of_own_functions_are_checked() -> None:
         ({"input_ids": torch.arange(0), "labels": torch.arange(0)}, "not empty"),
     ]:
         with pytest.raises(ValueError, match=message):
-            check_encoded(result, "f")
+            check_encoded(result, "f", 400)
 
 
 def test_a_context_travels_to_workers() -> None:

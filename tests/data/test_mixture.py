@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_megascale.data.mixture import MixtureDataModule
 from tests.data.mixes import QUIET, SIZES, STAGES, OnRank, Recorder, joined, module, run, sources, write
+from tests.harness import run_ranks
 
 TOTAL = 64 + 96 + 96
 
@@ -193,22 +194,18 @@ def test_bucketed_rows_are_near_others_of_their_length(made: Any) -> None:
 # ---- resume ----------------------------------------------------------------------------------------------------------------------------
 
 
-def killed(
-    data: MixtureDataModule, at: int, folder: Path, rank: int = 0, size: int = 1, path: Path | None = None, **options: Any
-) -> Recorder:
+def killed(data: MixtureDataModule, at: int, folder: Path, rank: int = 0, size: int = 1, **options: Any) -> Recorder:
     recorder = Recorder(die_at=at)
     saver = OnExceptionCheckpoint(folder, filename=f"rank{rank}")
     trainer = Trainer(strategy=OnRank(rank, size), callbacks=[saver], max_epochs=1, **{**QUIET, "enable_checkpointing": True}, **options)
     with pytest.raises(RuntimeError, match="killed"):
-        trainer.fit(recorder, datamodule=data, ckpt_path=path, weights_only=False)
+        trainer.fit(recorder, datamodule=data)
     return recorder
 
 
-def resumed(data: MixtureDataModule, path: Path, rank: int = 0, size: int = 1, **options: Any) -> Recorder:
+def resumed(data: MixtureDataModule, path: Path, rank: int = 0, size: int = 1) -> Recorder:
     recorder = Recorder()
-    Trainer(strategy=OnRank(rank, size), max_epochs=1, **QUIET, **options).fit(
-        recorder, datamodule=data, ckpt_path=path, weights_only=False
-    )
+    Trainer(strategy=OnRank(rank, size), max_epochs=1, **QUIET).fit(recorder, datamodule=data, ckpt_path=path, weights_only=False)
     return recorder
 
 
@@ -294,6 +291,62 @@ def test_another_shard_is_refused(made: Any, urls: dict[str, str], tmp_path: Pat
         resumed(made(urls=changed), tmp_path / "run" / "rank0.ckpt")
 
 
+@pytest.mark.parametrize(("first", "second"), [((2, 1, 2), (3, 2)), ((1, 1, 3), (1, 2)), ((2, 2, 4), (1, 4))])
+def test_steps_stay_whole_where_the_accumulation_changes(first: Any, second: Any, made: Any, tmp_path: Path) -> None:
+    """Given as (batch size, accumulation, batches trained): by its restored count Lightning tells where a step begins."""
+    size, accumulated, at = first
+    killed(made(batch_size=size), at, tmp_path / "run", accumulate_grad_batches=accumulated)
+
+    class Steps(Recorder):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.__dict__.setdefault("taken", []).append(len(self.rows))
+
+    recorder = Steps()
+    options: dict[str, Any] = dict(max_epochs=1, accumulate_grad_batches=second[1], **QUIET)
+    path = tmp_path / "run" / "rank0.ckpt"
+    Trainer(strategy=OnRank(0, 1), **options).fit(recorder, datamodule=made(batch_size=second[0]), ckpt_path=path, weights_only=False)
+    assert recorder.taken == list(range(second[1], len(recorder.rows) + 1, second[1])), "every step takes so many batches, the last one too"
+    trained = size * (at // accumulated * accumulated if (size, accumulated) == second else at)
+    whole = second[0] * second[1]
+    assert len(joined([recorder])) == (TOTAL - trained) // whole * whole
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": -1, "max_steps": 500}, {"max_epochs": 5}])
+def test_a_run_ends_with_its_stages(options: dict[str, int], made: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        recorder = run(made(batch_size=8), **options)
+    assert len(joined([recorder])) == TOTAL and recorder.trainer.current_epoch <= 2
+    assert f"the stages end here, {TOTAL} samples into the run: for a longer one append a stage" in caplog.text
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _set_up(folders: list[str], name: str) -> str:
+    rank = torch.distributed.get_rank()
+    data = module({name: f"{folders[rank]}/{name}-*.tar"}, Path(folders[rank]), None)
+    try:
+        data.prepare_data()
+        data.setup()
+    except Exception as error:  # noqa: BLE001 - compared over ranks
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_ranks_with_other_copies_are_refused(tmp_path: Path) -> None:
+    folders = [str(tmp_path / "one"), str(tmp_path / "two")]
+    for folder in folders:
+        write(Path(folder), "a", (5, 6))
+    assert run_ranks(_set_up, 2, folders, "a") == ["fine", "fine"]
+    (tmp_path / "two" / "a-001.tar").unlink()
+    for said in run_ranks(_set_up, 2, folders, "a"):
+        assert said.startswith("ValueError: ranks 1 and 0 read different data: sources {'a': ")
+    for path in (tmp_path / "two").glob("*.tar"):
+        path.unlink()
+    one, two = run_ranks(_set_up, 2, folders, "a")
+    assert one.startswith("ValueError: rank 1 cannot prepare its data: ") and "a-*.tar" in two
+
+
 # ---- validation ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +379,10 @@ def test_validation_reads_each_sample_once(rows: str, made: Any, urls: dict[str,
         (dict(stages=[{"name": "one", "until": {"epochs": 3}, "mix": {"a": 1}}]), "until={'epochs': 3} must be"),
         (dict(urls={"a": {"url": "x.tar"}}), "source 'a' has url: it is a mapping of urls, fields, encode"),
         (dict(urls={}), "sources: give at least one"),
+        (dict(seed="a"), "seed='a': a whole number"),
+        (dict(packing_window=0), "packing_window=0: None, or a whole number"),
+        (dict(cu_seqlens=True), "cu_seqlens=True with rows='padded'"),
+        (dict(validation=["x"]), "validation=\\['x'\\]: a mapping"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], words: str, made: Any) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import torch
 import webdataset as wds
 
 from lightning_megascale.data.encode import EncodeContext
-from lightning_megascale.data.samples import BadSample, Quarantine, ShardedSource, SourceConfig, default_fields, fetch
+from lightning_megascale.data.mixture_stream import MixtureStream
+from lightning_megascale.data.samples import BadSample, Quarantine, ShardedSource, SourceConfig, default_fields
+from lightning_megascale.data.schedule import Schedule, Stage
 from lightning_megascale.data.shuffle import SourceOrder
 from lightning_megascale.data.storage import ShardStore
 from tests.data import chat
@@ -177,7 +180,7 @@ def test_a_changed_byte_is_a_damaged_copy_and_no_bad_sample(tmp_path: Path) -> N
     with pytest.raises(OSError, match=rf"a.tar: sample 'a-0' \(txt;text;caption\) at byte 512 is twice not what was indexed .*{expected}"):
         cats.read(0, 0)
     with pytest.raises(OSError, match="twice not what was indexed"):
-        fetch(SourceOrder(0, cats.sizes, 0), cats, 0, Quarantine(tmp_path / "q", 0))
+        drawn(SourceOrder(0, cats.sizes, 0), cats, 0, Quarantine(tmp_path / "q", 0))
     assert not (tmp_path / "q").exists()
 
 
@@ -197,6 +200,11 @@ def test_a_damaged_copy_of_a_remote_shard_is_fetched_again(tmp_path: Path) -> No
     assert store.local(cats.urls[0]).read_bytes() == content
 
 
+def drawn(order: SourceOrder, cats: ShardedSource, draw: int, quarantine: Quarantine) -> Any:
+    """The sample of a draw: of one source, draws are positions."""
+    return MixtureStream(Schedule([Stage("all", None, {"cats": 1})]), [cats], [order], quarantine)[draw]
+
+
 def test_a_bad_draw_is_replaced_by_the_one_an_epoch_later(tmp_path: Path) -> None:
     bad = {3: b"", 7: b"\xff", 11: b" "}
     for name in "ab":
@@ -208,10 +216,11 @@ def test_a_bad_draw_is_replaced_by_the_one_an_epoch_later(tmp_path: Path) -> Non
     wrong = {(0, 3), (0, 7), (1, 1), (2, 0)}
     replaced = 0
     for draw in range(3 * order.size):
-        sample, row, attempt = fetch(order, cats, draw, quarantine)
-        first = order.at(draw)
-        assert row == order.at(draw + attempt * order.size) and sample["__key__"] == cats.key(row.shard, row.row)
-        assert (attempt == 0) == ((first.shard, first.row) not in wrong)
+        attempt = 0
+        while (order.at(draw + attempt * order.size).shard, order.at(draw + attempt * order.size).row) in wrong:
+            attempt += 1
+        row = order.at(draw + attempt * order.size)
+        assert drawn(order, cats, draw, quarantine)["__key__"] == cats.key(row.shard, row.row)
         replaced += attempt > 0
     assert replaced == 4 * 3 and len(quarantine) == 4
     listed = {(entry.shard, entry.row): entry for entry in Quarantine(tmp_path / "folder" / "bad.jsonl").samples()}
@@ -223,14 +232,14 @@ def test_a_bad_draw_is_replaced_by_the_one_an_epoch_later(tmp_path: Path) -> Non
     assert len(lines) == 4  # each once, however often it was drawn
     with pytest.raises(ValueError, match=r"4 bad samples are more than the limit of 3 \(cats 4\).*Repair the data, or raise the limit"):
         for draw in range(order.size):
-            fetch(order, cats, draw, Quarantine(tmp_path / "folder" / "bad.jsonl", 3))
+            drawn(order, cats, draw, Quarantine(tmp_path / "folder" / "bad.jsonl", 3))
 
 
 def test_a_source_that_is_all_bad_stops(tmp_path: Path) -> None:
     write(tmp_path / "a.tar", [{"txt": b""}, {"txt": b""}])
     cats = source(tmp_path)
-    with pytest.raises(ValueError, match=r"draw 5 and its 7 replacements, each an epoch later, are all bad.*the text is empty") as caught:
-        fetch(SourceOrder(0, cats.sizes, 0), cats, 5, Quarantine(tmp_path / "q", None))
+    with pytest.raises(ValueError, match=r"draw 5 and its 999 replacements, each an epoch later, are all bad.*the text is empty") as caught:
+        drawn(SourceOrder(0, cats.sizes, 0), cats, 5, Quarantine(tmp_path / "q", None))
     assert not isinstance(caught.value, BadSample)
 
 
