@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_megascale.ops.all_to_all import ALL_TO_ALL, SUM_ROWS_BACK
@@ -234,6 +234,10 @@ class _Choices(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            # FSDP2 gathers parameters inside of the block, the second time maybe more of them: not to be counted against the first
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.topk.default:
             return func(*args, **(kwargs or {}))
         if self.repeat:
