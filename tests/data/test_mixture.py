@@ -326,7 +326,6 @@ def _set_up(folders: list[str], name: str) -> str:
     rank = torch.distributed.get_rank()
     data = module({name: f"{folders[rank]}/{name}-*.tar"}, Path(folders[rank]), None)
     try:
-        data.prepare_data()
         data.setup()
     except Exception as error:  # noqa: BLE001 - compared over ranks
         return f"{type(error).__name__}: {error}"
