@@ -1,4 +1,4 @@
-"""Samples to batches: padded rows, packed rows, and batches of samples of like length.
+"""Samples to batches: padded rows and packed rows.
 
 Legend: T tokens of a sample, B rows, L tokens of a row, N values of all rows together, S segments of a row.
 

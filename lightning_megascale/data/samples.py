@@ -1,4 +1,4 @@
-"""A source of samples: shards read by offset, fields by extension, a bad draw replaced by the one an epoch later."""
+"""A source of samples: shards read by offset, fields by extension, encoded, and their tokens counted once."""
 
 from __future__ import annotations
 
