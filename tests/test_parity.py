@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 # The default tier leaves these to the slow one: 8 and 16 ranks, and axes whose parts it holds in other company.
 LATER = (
     *("hsdp", "fsdp2 x tp", "fsdp2 x tp+sp", "dp x tp", "dp x tp+sp", "pp4", "pp2 x dp", "pp2 x tp"),
-    *("cp4", "cp2 x dp", "cp2 x tp", "cp2 x tp+sp", "pp2 x cp2"),
+    *("pp2 x tp+sp", "cp4", "cp2 x dp", "cp2 x fsdp2", "cp2 x tp", "cp2 x tp+sp", "pp2 x cp2"),
 )
 MANY_RANKS = tuple(axes for axes, (ranks, _, _) in parity.AXES.items() if ranks >= 8 or axes in LATER)
 
@@ -116,10 +116,12 @@ def test_parity_with_torchs_default_compiler(axes: str) -> None:
     [
         {"axes": "cp2 x tp+sp", "context method": "ulysses", "documents": "packed documents", "context layout": "packed"},
         {"axes": "pp2 x cp2", "schedule": "1F1B", "checkpointing": "full", "documents": "packed documents"},
+        {"axes": "cp2 x fsdp2", "context method": "ring", "context layout": "headtail", "checkpointing": "selective"},
+        {"axes": "pp2 x tp+sp", "schedule": "Interleaved1F1B", "documents": "packed documents", "embeddings": "tied head"},
     ],
     ids=lambda choices: choices["axes"],
 )
-def test_parity_of_context_and_model_parallelism(choices: dict[str, str]) -> None:
+def test_parity_of_axes_together(choices: dict[str, str]) -> None:
     """One case each in the default tier; the slow one has all pairs."""
     parity.check(parity.default_case(**choices))
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from lightning_megascale.data.ragged import Ragged
 
@@ -192,4 +193,12 @@ def _ragged(key: str, rows: Sequence[Sequence[Sample]]) -> Ragged:
                 f"{tuple(values[0].shape)} {values[0].dtype}: only dim 0 may differ, so resize or pad them to one shape"
             )
         counts[row] += len(value)
-    return Ragged(torch.cat(values), counts)
+    return Ragged(_joined(values), counts)
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    """All values, one behind the other; those of equal lengths, in a loader's worker, written where the main process reads them."""
+    if len({len(value) for value in values}) > 1:
+        return torch.cat(values)
+    joined: Tensor = default_collate(values)
+    return joined.flatten(0, 1)

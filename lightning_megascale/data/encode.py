@@ -229,19 +229,21 @@ def check_encoded(result: Any, name: str, vocabulary: int) -> dict[str, Any]:
     Raises:
         ValueError: naming the key and the rule.
     """
-    rules: list[tuple[bool, str]] = [(isinstance(result, dict), f"a dict, not {type(result).__name__}")]
-    if isinstance(result, dict):
-        for key in ("input_ids", "labels"):
-            value = result.get(key)
-            good = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 1
-            rules.append((good, f"{key!r}: a tensor (T,) of int64, not {_kind(value)}"))
-        if all(good for good, _ in rules):
-            counts = len(result["input_ids"]), len(result["labels"])
-            rules.append((counts[0] == counts[1] > 0, f"'labels' as long as 'input_ids' and not empty, not {counts[1]} for {counts[0]}"))
-            if counts[0]:
-                low, high = (int(value) for value in result["input_ids"].aminmax())
-                rules.append((0 <= low <= high < vocabulary, f"ids from 0 to {vocabulary - 1}, as the tokenizer has, not {low} to {high}"))
-    wrong = [message for holds, message in rules if not holds]
+    if not isinstance(result, dict):
+        raise ValueError(f"{name} must return a dict, not {type(result).__name__}")
+    wrong = []
+    for key in ("input_ids", "labels"):
+        value = result.get(key)
+        if not (isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 1):
+            wrong.append(f"{key!r}: a tensor (T,) of int64, not {_kind(value)}")
+    if not wrong:
+        ids, labels = result["input_ids"], result["labels"]
+        if not len(ids) == len(labels) > 0:
+            wrong.append(f"'labels' as long as 'input_ids' and not empty, not {len(labels)} for {len(ids)}")
+        if len(ids):
+            low, high = (int(value) for value in ids.aminmax())
+            if not 0 <= low <= high < vocabulary:
+                wrong.append(f"ids from 0 to {vocabulary - 1}, as the tokenizer has, not {low} to {high}")
     if wrong:
         raise ValueError(f"{name} must return {'; '.join(wrong)}")
     return result

@@ -147,8 +147,13 @@ class SourceOrder:
 
     def at(self, k: int) -> Row:
         """Where draw k lies."""
-        epochs, shards, rows = self.many(k, 1)
-        return Row(int(epochs[0]), int(shards[0]), int(rows[0]))
+        if k < 0:
+            raise ValueError(f"k={k}: draws count from 0")
+        begin, end = self._span(k)
+        epoch, place = begin // self.size, int(self._plan(begin, end)[k - begin])
+        order, before = self.stream(epoch)
+        found = int(before.searchsorted(place, side="right")) - 1
+        return Row(epoch, int(order[found]), place - int(before[found]))
 
     def many(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Epochs, shards and rows of draws first .. first + count - 1, each (count,) int64."""

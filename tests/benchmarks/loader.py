@@ -1,18 +1,26 @@
-"""Samples per second of MixtureDataModule's stream against webdataset's RandomMix, with the same decoder and transport.
+"""Samples per second of MixtureDataModule's stream against webdataset's RandomMix and litdata, with the same decoder and transport.
 
-Run: ``python -m tests.benchmarks.loader [rounds=5] [samples=1024] [workers=0,2] [edge=384]``.
+Run: ``python -m tests.benchmarks.loader [rounds=5] [samples=1024] [workers=0,2] [edge=384]``. litdata takes part where it is installed
+(``pip install --no-deps litdata``, boto3, tifffile and obstore: its own requirements bring torchvision).
 
 Pictures are drawn (smooth, with noise) as JPEG in 4 sources of 8 shards. A turn reads ``samples`` pictures in batches of 16, decodes
-them with the decoder of ``data/images.py``, and stacks them in the worker to one uint8 tensor; those who take part take turns in random
-order, each with a fresh loader (start-up counts). Figures are medians [least, most]; ratios are medians of the ratios inside a round.
-Afterwards: the first batch of a resume deep in an epoch against a fresh start, and the memory of 50 epochs of a small source.
+them with the decoder of ``data/images.py``, and stacks them in the worker to one uint8 tensor as torch's ``default_collate`` does; those
+who take part take turns in random order, each with a fresh loader (start-up counts). Processor time is that of all processes, workers
+included: it leaves out what other programs do to the clock. Figures are medians [least, most]; ratios are medians of the ratios inside a
+round, above 1: ours is faster. Afterwards: the first batch of a resume deep in an epoch against a fresh start, and the memory of 50
+epochs of a small source.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import io
+import itertools
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +35,7 @@ import webdataset as wds
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_megascale.data import images
 from lightning_megascale.data.mixture import MixtureDataModule
@@ -63,11 +71,11 @@ encode.count = lambda sample, context: 2  # type: ignore[attr-defined]
 
 
 def stack_ours(samples: list[dict[str, Any]]) -> torch.Tensor:
-    return torch.stack([sample["pixels"] for sample in samples])
+    return default_collate([sample["pixels"] for sample in samples])
 
 
-def stack_arrays(samples: list[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([images.decode(sample["jpg"]) for sample in samples]))
+def stack_theirs(samples: list[Any]) -> torch.Tensor:
+    return default_collate([torch.from_numpy(images.decode(sample["jpg"])) for sample in samples])
 
 
 def module(folder: Path, cache: Path) -> MixtureDataModule:
@@ -94,7 +102,7 @@ def random_mix(folder: Path, workers: int, samples: int) -> Iterator[torch.Tenso
         for name in WEIGHTS
     ]
     mixed = wds.RandomMix(parts, list(WEIGHTS.values()))
-    loader = DataLoader(_Limited(mixed, samples, workers), batch_size=BATCH, num_workers=workers, collate_fn=stack_arrays)
+    loader = DataLoader(_Limited(mixed, samples, workers), batch_size=BATCH, num_workers=workers, collate_fn=stack_theirs)
     yield from loader
 
 
@@ -111,11 +119,46 @@ class _Limited(torch.utils.data.IterableDataset):
             yield sample
 
 
-def timed(batches: Iterator[torch.Tensor]) -> tuple[int, float]:
-    begin, count = time.perf_counter(), 0
+def write_litdata(folder: Path, target: Path) -> None:
+    """The same pictures in litdata's chunks, in a process of its own, as litdata wants it."""
+    script = (
+        f"from pathlib import Path; from tests.benchmarks.loader import optimize; optimize(Path({str(folder)!r}), Path({str(target)!r}))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def optimize(folder: Path, target: Path) -> None:
+    import litdata
+
+    for name in WEIGHTS:
+        shards = [str(shard) for shard in sorted(folder.glob(f"{name}-*.tar"))]
+        litdata.optimize(pictures_of, shards, str(target / name), chunk_bytes="4MB", num_workers=1, start_method="fork")
+
+
+def pictures_of(shard: str) -> Iterator[dict[str, bytes]]:
+    for sample in wds.WebDataset(shard, shardshuffle=False):
+        yield {"jpg": sample["jpg"]}
+
+
+def litdata_mix(target: Path, workers: int, samples: int) -> Iterator[torch.Tensor]:
+    from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
+
+    class Pictures(StreamingDataset):
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            return torch.from_numpy(images.decode(bytes(super().__getitem__(index)["jpg"])))
+
+    parts = [Pictures(str(target / name), shuffle=True) for name in WEIGHTS]
+    mixed = CombinedStreamingDataset(parts, weights=list(WEIGHTS.values()), iterate_over_all=False)
+    yield from itertools.islice(StreamingDataLoader(mixed, batch_size=BATCH, num_workers=workers), samples // BATCH)
+
+
+def timed(batches: Iterator[torch.Tensor]) -> tuple[int, float, float]:
+    """Samples, seconds, and processor seconds with those of the workers."""
+    begin, used, count = time.perf_counter(), sum(os.times()[:4]), 0
     for batch in batches:
         count += len(batch)
-    return count, time.perf_counter() - begin
+    gc.collect()  # a loader's end waits for its workers, whose time counts from then
+    return count, time.perf_counter() - begin, sum(os.times()[:4]) - used
 
 
 def first_batch(data: MixtureDataModule, position: int) -> float:
@@ -156,28 +199,38 @@ def main(arguments: list[str]) -> None:
             sys.exit(f"no argument {key!r}; arguments are {', '.join(given)}")
         given[key] = value
     samples, order = int(given["samples"]), random.Random(0)
-    table = Table("workers", "loader", "samples / s", "ours / it", title=f"decoder: {images.decoder_version()}")
+    table = Table("workers", "loader", "samples / s", "time / ours", "processor time / ours", title=f"decoder: {images.decoder_version()}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        draw(folder, int(given["edge"]), samples // 4)
+        draw(folder, int(given["edge"]), 2 * samples)  # more than a turn reads: litdata's smallest source must not end it
         data = module(folder, folder / "cache")
+        has_litdata = importlib.util.find_spec("litdata") is not None
+        if has_litdata:
+            write_litdata(folder, folder / "litdata")
         for workers in map(int, given["workers"].split(",")):
             loaders: dict[str, Callable[[], Iterator[torch.Tensor]]] = {
                 "ours": lambda workers=workers: ours(data, workers, samples),  # type: ignore[misc]
                 "RandomMix": lambda workers=workers: random_mix(folder, workers, samples),  # type: ignore[misc]
             }
-            rates: dict[str, list[float]] = {name: [] for name in loaders}
+            if has_litdata:
+                loaders["litdata"] = lambda workers=workers: litdata_mix(folder / "litdata", workers, samples)  # type: ignore[misc]
+            turns: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}  # seconds and processor seconds a sample
             for _ in range(int(given["rounds"]) + 1):
                 turn = list(loaders)
                 order.shuffle(turn)
                 for one in turn:
-                    count, seconds = timed(loaders[one]())
-                    rates[one].append(count / seconds)
-            for one, values in rates.items():
-                values = values[1:]  # the first round warms the page cache
-                ratios = [mine / theirs for mine, theirs in zip(rates["ours"][1:], values)]
-                spread = f"{statistics.median(values):.0f} [{min(values):.0f}, {max(values):.0f}]"
-                table.add_row(str(workers), one, spread, f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
+                    count, seconds, processor = timed(loaders[one]())
+                    if count != samples:
+                        sys.exit(f"{one} gave {count} of {samples} samples")
+                    turns[one].append((seconds / count, processor / count))
+            for one, values in turns.items():
+                pairs = list(zip(turns["ours"][1:], values[1:]))  # the first round warms the page cache
+                rates = [1 / theirs[0] for _, theirs in pairs]
+                cells = [f"{statistics.median(rates):.0f} [{min(rates):.0f}, {max(rates):.0f}]"]
+                for kind in (0, 1) if one != "ours" else ():
+                    ratios = [theirs[kind] / mine[kind] for mine, theirs in pairs]
+                    cells.append(f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
+                table.add_row(str(workers), one, *cells)
         console = Console()
         console.print(table)
         fresh, deep = ([first_batch(data, position) for _ in range(5)] for position in (0, 997_531))

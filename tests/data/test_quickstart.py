@@ -62,6 +62,7 @@ def test_any_text_survives_the_tokenizer(cache: Path) -> None:
     assert len(everything) / len(tokenizer.encode(everything)) > 3  # characters per token: it learnt words
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_deterministic_over_processes(tmp_path: Path) -> None:
     code = (
         "from lightning_megascale.data.quickstart import read_documents, train_tokenizer\n"

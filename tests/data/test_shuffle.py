@@ -151,7 +151,7 @@ def test_what_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
 
 
 def test_draws_before_the_first_are_refused() -> None:
-    with pytest.raises(ValueError, match="first=-1: draws count from 0"):
+    with pytest.raises(ValueError, match="k=-1: draws count from 0"):
         SourceOrder(0, [3], 0).at(-1)
 
 

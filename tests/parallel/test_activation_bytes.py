@@ -58,6 +58,7 @@ def test_backward_of_a_layer_gathers_four_times_and_repeats_no_row(kind: str, tw
     assert matmuls["full"] == matmuls[None] + columns + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp", "mode"), TARGETS)
 def test_torchs_own_styles_keep_more(kind: str, tp: int, mode: str | None) -> None:
     torchs = run_ranks(kept_per_layer, tp, kind, "torch", mode, timeout=120)[0][0]

@@ -34,7 +34,7 @@ def sent_in_a_run(case: parity.Case) -> dict[str, int]:
     return dict(mode.counts)
 
 
-@pytest.mark.parametrize("offload", ["kept on the device", "block inputs offloaded"])
+@pytest.mark.parametrize("offload", ["kept on the device", pytest.param("block inputs offloaded", marks=pytest.mark.slow)])
 def test_tokens_are_sent_once(offload: str) -> None:
     case = parity.default_case(axes="fsdp2", family="ep2")
     recomputed = {**case, "checkpointing": "full", "offload": offload}
@@ -45,6 +45,7 @@ def test_tokens_are_sent_once(offload: str) -> None:
     assert again == plain
 
 
+@pytest.mark.slow
 def test_selective_recomputation_sends_once_as_well() -> None:
     case = parity.default_case(axes="fsdp2", family="ep2")
     plain, again = (run_ranks(sent_in_a_run, 2, one)[0] for one in (case, {**case, "checkpointing": "selective"}))

@@ -71,6 +71,7 @@ def _saved_sizes(c: Case) -> tuple[list[int], int, int]:
     return list(found.values()), counters["stats"]["unique_graphs"], ids.numel() * dict(c.shape).get("hidden_size", 32)
 
 
+@pytest.mark.slow
 def test_compiler_does_not_merge_the_two_gathers() -> None:
     for sizes, graphs, whole in run_ranks(_saved_sizes, 2, SEQUENCE, timeout=200):
         assert graphs == 1
