@@ -7,21 +7,24 @@ stands: ``window << 20 | sequence``.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from lightning_megascale.data.shuffle import permutation
 
+_T = TypeVar("_T")
 Lengths = Callable[[int, int], np.ndarray]
 
 _SHIFT = 20
 _IN_WINDOW = (1 << _SHIFT) - 1
 LARGEST_WINDOW = 1 << _SHIFT
 _SEQUENCES_PER_WINDOW, _SMALLEST_WINDOW = 256, 8192
-_SAMPLES, _SEQUENCES, _TIES, _BATCHES = 11, 12, 21, 22  # keys of the shuffles
+_SEQUENCES_PER_GROUP, _SMALLEST_GROUP, _MOST_GROUPS, _LARGEST_GROUPED = 128, 1024, 64, 1 << 18
+_SAMPLES, _SEQUENCES, _DEALT, _TIES, _BATCHES = 11, 12, 13, 21, 22  # keys of the shuffles
 _KEPT = 4  # windows whose plan a Packer remembers: a batch may span two
 
 
@@ -83,13 +86,14 @@ def plan_window(lengths: Sequence[int] | np.ndarray, capacity: int, *key: int) -
     return [sorted(sequences[number], key=rank.__getitem__) for number in permutation(len(sequences), *key, _SEQUENCES).tolist()]
 
 
-def bucketed(lengths: Sequence[int] | np.ndarray, batch_size: int, *key: int) -> list[list[int]]:
+def bucketed(lengths: Sequence[int] | np.ndarray, batch_size: int, *key: int, parts: Sequence[np.ndarray] | None = None) -> list[list[int]]:
     """Batches of samples of like length, for little padding without packing.
 
     Args:
         lengths: (n,) of a window's samples.
         batch_size: samples of a batch; where n is no multiple, the batch of the longest is smaller.
         key: of the shuffles: of the batches, and of samples of equal length.
+        parts: the indices of each group, where a batch is to hold equally many of all, in turn, from the same place of their lengths.
 
     Returns:
         for each batch the indices of its samples; each sample is in one.
@@ -100,8 +104,11 @@ def bucketed(lengths: Sequence[int] | np.ndarray, batch_size: int, *key: int) ->
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: must be 1 or more")
     mixed = permutation(len(lengths), *key, _TIES)
-    order = mixed[np.argsort(np.asarray(lengths)[mixed], kind="stable")].tolist()
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    order = mixed[np.argsort(np.asarray(lengths)[mixed], kind="stable")]
+    orders = [order] if parts is None else [order[np.isin(order, part, assume_unique=True)] for part in parts]
+    each = max(batch_size // len(orders), 1)
+    most = max(len(one) for one in orders)
+    batches = [_in_turn([one[start : start + each].tolist() for one in orders]) for start in range(0, most, each)]
     return [batches[number] for number in permutation(len(batches), *key, _BATCHES).tolist()]
 
 
@@ -125,6 +132,31 @@ def choose_window(capacity: int, mean_length: float) -> int:
     return min(max(1 << (samples - 1).bit_length(), _SMALLEST_WINDOW), LARGEST_WINDOW)
 
 
+def choose_groups(capacity: int, mean_length: float, lanes: int, window: int | None = None) -> tuple[int, int]:
+    """Samples of a window, and into how many groups it is parted by position, each of which is packed by itself.
+
+    Positions equal modulo the groups read neighbouring samples of a source (``SourceOrder``'s lanes), so sequences that hold positions of
+    one group only, dealt to ranks in turn, let a rank open few shards. A group fills 128 to 512 sequences and has at least 1,024 samples;
+    a window that is chosen for groups has at most 262,144, which are planned in half a second.
+
+    Args:
+        capacity: tokens of a sequence.
+        mean_length: tokens of a sample in the mean.
+        lanes: the most groups; of it the largest power of two that divides it, at most 64, is taken.
+        window: samples of a window where they are given; None chooses, ``choose_window`` at least.
+
+    Returns:
+        (window, groups).
+    """
+    least = choose_window(capacity, mean_length)
+    filling = int(np.ceil(_SEQUENCES_PER_GROUP * capacity / min(float(mean_length), capacity)))
+    group = max(1 << (filling - 1).bit_length(), _SMALLEST_GROUP)
+    groups = 1
+    while groups < _MOST_GROUPS and lanes % (2 * groups) == 0 and 2 * groups * group <= (window or _LARGEST_GROUPED):
+        groups *= 2
+    return window or max(least, min(groups * 2 * group, max(_LARGEST_GROUPED, least)) if groups > 1 else 0), groups
+
+
 class Packer:
     """The packed sequences of a stream: from one integer of state to positions, and to the next state.
 
@@ -138,14 +170,27 @@ class Packer:
         total: positions of the stream; None: endless.
         borders: ascending positions that no window spans (the starts of stages): what is left before one is packed by itself.
         seed: of the shuffles.
+        groups: positions equal modulo this share sequences, and sequences of all groups take turns; see ``choose_groups``. Fewer in
+            windows that are cut short.
 
     Raises:
         ValueError: for arguments out of their range.
     """
 
-    def __init__(self, lengths: Lengths, window: int, capacity: int, total: int | None, borders: Sequence[int] = (), seed: int = 0) -> None:
+    def __init__(
+        self,
+        lengths: Lengths,
+        window: int,
+        capacity: int,
+        total: int | None,
+        borders: Sequence[int] = (),
+        seed: int = 0,
+        groups: int = 1,
+    ) -> None:
         if not 1 <= window <= LARGEST_WINDOW:
             raise ValueError(f"window={window}: must be 1 to {LARGEST_WINDOW}, so that a sequence's number fits into the state")
+        if not 1 <= groups <= window or groups & (groups - 1):
+            raise ValueError(f"groups={groups}: must be a power of two, at most the window's {window} samples")
         if capacity < 1:
             raise ValueError(f"capacity={capacity}: a sequence holds at least 1 token")
         if total is not None and total < 1:
@@ -155,6 +200,7 @@ class Packer:
         if any(a >= b for a, b in zip(ends, ends[1:])):
             raise ValueError(f"borders={list(borders)} of total={total}: must ascend, and lie inside the stream")
         self._lengths, self.window, self.capacity, self.total, self.seed = lengths, window, capacity, total, seed
+        self.groups = groups
         self._starts = [0, *inner]  # of parts, in positions
         self._first = [0]  # window of each part
         for begin, end in zip(self._starts, inner):
@@ -284,15 +330,29 @@ class Packer:
     def _plan(self, window: int) -> list[list[int]]:
         if window not in self._plans:
             start = self.span(window)[0]
-            offsets = self._together(self._measured_once(window), window)
+            offsets = self._together(self._measured_once(window), window, self._parts(window))
             while len(self._plans) >= _KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[window] = [[start + offset for offset in sequence] for sequence in offsets]
         return self._plans[window]
 
-    def _together(self, lengths: np.ndarray, window: int) -> list[list[int]]:
+    def _parts(self, window: int) -> list[np.ndarray]:
+        """The samples of each group of a window."""
+        start, count = self.span(window)
+        groups = self.groups
+        while groups > 1 and count * self.groups < groups * self.window:
+            groups //= 2
+        return [np.arange((group - start) % groups, count, groups) for group in range(groups)]
+
+    def _together(self, lengths: np.ndarray, window: int, parts: list[np.ndarray]) -> list[list[int]]:
         """Which samples of a window share a sequence."""
-        return plan_window(lengths, self.capacity, self.seed, window)
+        if len(parts) == 1:
+            return plan_window(lengths, self.capacity, self.seed, window)
+        sequences = []
+        for number, part in enumerate(parts):
+            planned = plan_window(lengths[part], self.capacity, self.seed, window, number)
+            sequences += [part[sequence].tolist() for sequence in planned]
+        return _dealt(sequences, len(parts), self.seed, window)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}, "_lengths_of": {}}
@@ -306,5 +366,28 @@ class Bucketer(Packer):
 
     GROUP = 64
 
-    def _together(self, lengths: np.ndarray, window: int) -> list[list[int]]:
-        return [[sample] for batch in bucketed(lengths, self.GROUP, self.seed, window) for sample in batch]
+    def _together(self, lengths: np.ndarray, window: int, parts: list[np.ndarray]) -> list[list[int]]:
+        return [[sample] for batch in bucketed(lengths, self.GROUP, self.seed, window, parts=parts) for sample in batch]
+
+
+def _dealt(sequences: list[list[int]], groups: int, *key: int) -> list[list[int]]:
+    """Sequences in the order of their groups, dealt in turn: number n mod ``groups`` has those of its group, and a few of the next to it.
+
+    Groups have unlike numbers of sequences, so their borders are moved until all have the same, which keeps neighbours in storage
+    together; and some sequences are halved until the number divides, so that the next window begins with the first group again.
+    """
+    halved = [number for number, sequence in enumerate(sequences) if len(sequence) > 1]
+    missing = min(-len(sequences) % groups, len(halved))
+    for number in reversed(halved[:: max(len(halved) // max(missing, 1), 1)][:missing]):
+        middle = len(sequences[number]) // 2
+        sequences[number : number + 1] = [sequences[number][:middle], sequences[number][middle:]]
+    borders = [len(sequences) * number // groups for number in range(groups + 1)]
+    dealt = []
+    for number, (begin, end) in enumerate(zip(borders, borders[1:])):
+        dealt.append([sequences[begin + place] for place in permutation(end - begin, *key, _DEALT, number).tolist()])
+    return _in_turn(dealt)
+
+
+def _in_turn(groups: Sequence[Sequence[_T]]) -> list[_T]:
+    """One of each group, again and again, as long as they have any."""
+    return [entry for entries in itertools.zip_longest(*groups) for entry in entries if entry is not None]

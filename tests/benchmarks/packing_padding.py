@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_megascale.data.packing import Packer, choose_window, plan_window
+from lightning_megascale.data.packing import Packer, choose_groups, choose_window, plan_window
 
 CAPACITIES = (4096, 32768, 131072)
 MEDIANS = (403, 1808, 13360)  # e^6, e^7.5, e^9.5 tokens
@@ -43,6 +43,7 @@ def greedy(lengths: list[int], capacity: int, opened: int) -> int:
 
 def main() -> None:
     columns = ("tokens of a sequence", "median sample", "cut", "next-fit", "first-fit, 16 open", "ours", "window", "sequences", "plan, ms")
+    columns += ("ours, by lanes", "groups")
     table = Table(*columns, title="padding, % of all tokens")
     for capacity in CAPACITIES:
         for median in MEDIANS:
@@ -60,6 +61,10 @@ def main() -> None:
                 start = time.perf_counter()
                 plan_window(part, capacity, 0, number)
                 seconds.append(time.perf_counter() - start)
+            wide, groups = choose_groups(capacity, float(np.minimum(drawn, capacity).mean()), 1024)
+            count = max(count, 2 * wide)
+            longer = np.minimum(np.resize(drawn, count), capacity)
+            laned = Packer(lambda start, size, of=longer: of[start : start + size], wide, capacity, count, groups=groups)
             others = [1 - tokens / (greedy(plain, capacity, opened) * capacity) for opened in (1, 16)]
             cut = float((drawn[:count] > capacity).mean())
             table.add_row(
@@ -70,6 +75,8 @@ def main() -> None:
                 f"{window:,}",
                 f"{packer.count() / packer.windows:.0f}",
                 f"{1000 * statistics.median(seconds):.1f}",
+                f"{100 * laned.padding(0, 2):.2f}",
+                str(groups),
             )
     Console(width=150).print(table)
 

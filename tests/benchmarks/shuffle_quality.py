@@ -8,7 +8,8 @@ whose storage neighbour is in the same batch of 1,024; distinct shards in a batc
 batch of the next epoch.
 
 Opens: the mix 40.5 / 22.5 / 27 / 10 of four sources of 1,000 to 4,000 shards with 5,000 to 15,000 samples, 3,000 samples for each of
-1,024 ranks (rank r reads the positions equal to r modulo 1,024), 32 files kept open by each.
+1,024 ranks (rank r reads the positions equal to r modulo 1,024), 32 files kept open by each. Then the same for packed rows of samples of
+about 500 tokens (lognormal), of which rank r reads those equal to r modulo 1,024.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lightning_megascale.data.packing import Packer, choose_groups
 from lightning_megascale.data.schedule import Schedule, Stage
 from lightning_megascale.data.shuffle import SourceOrder
 
@@ -109,6 +111,33 @@ def opens(console: Console, samples: int = 3000) -> None:
             name = f"window {window >> 10}K" + (f", {lanes:,} lanes" if lanes > 1 else "")
             table.add_row(name, f"{np.mean(opened):.1f}", f"{max(opened):.1f}", f"{distinct:.0f}", f"{seconds / plans:.2f}")
     console.print(table)
+    console.print(_packed_opens(schedule, sizes, samples))
+
+
+def _packed_opens(schedule: Schedule, sizes: list[np.ndarray], samples: int) -> Table:
+    table = Table(title=f"Packed rows, {RANKS:,} ranks, about {samples:,} samples each, shuffle window 256K")
+    for column in ("rows", "window", "groups", "opens / 1,000 samples", "worst rank", "padding"):
+        table.add_column(column, justify="left" if column == "rows" else "right")
+    total = 1 << 21 if samples >= 2000 else 1 << 18
+    _, sources, _ = schedule.window(0, total)
+    lengths = np.clip(np.exp(np.random.default_rng(7).normal(5.8, 0.9, total)).astype(np.int64), 1, None)
+    for capacity in (4096, 32768, 131072):
+        for most in (1, LANES):
+            window, groups = choose_groups(capacity, float(np.minimum(lengths, capacity).mean()), most)
+            files = np.empty(total, np.int64)
+            for source, count in enumerate(schedule.counts(total)):
+                order = SourceOrder(source, sizes[source], 3, 1 << 18, groups, schedule.lane_positions)
+                files[sources == source] = order.many(0, count)[1] + 10_000 * source
+            packer = Packer(lambda start, count: lengths[start : start + count], window, capacity, total, seed=0, groups=groups)
+            rows = [packer.sequence(state) for state in packer.take(0, total)[0]]
+            opened = []
+            for rank in range(min(RANKS, len(rows))):
+                read = np.array([position for row in rows[rank::RANKS] for position in row])
+                opened.append(opens_of(files[read]) * 1000 / len(read))
+            padding = packer.padding(0, packer.windows or 0)
+            cells = [f"{capacity:,}", f"{window:,}", str(groups), f"{np.mean(opened):.1f}", f"{max(opened):.1f}", f"{padding:.2%}"]
+            table.add_row(*cells)
+    return table
 
 
 def main() -> None:

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megascale.data.packing import LARGEST_WINDOW, Packer, best_fit_decreasing, choose_window, plan_window
+from lightning_megascale.data.packing import (
+    LARGEST_WINDOW,
+    Bucketer,
+    Packer,
+    best_fit_decreasing,
+    choose_groups,
+    choose_window,
+    plan_window,
+)
+from lightning_megascale.data.schedule import Schedule, Stage
+from lightning_megascale.data.shuffle import SourceOrder
 
 CAPACITY = 20
 SIZES = st.lists(st.integers(1, CAPACITY), max_size=40)
@@ -241,3 +251,79 @@ def test_lengths_that_are_not_one_for_each_position() -> None:
             Packer(lambda start, count, wrong=wrong: wrong, 4, 10, 100).sequence(0)
     with pytest.raises(ValueError, match="count=-1: a stream goes forward"):
         Packer(lengths, 4, 10, 100).advance(0, -1)
+
+
+# ---- groups: a sequence holds positions of one lane
+
+
+def long_lengths(start: int, count: int) -> np.ndarray:
+    return np.random.default_rng(5).integers(1, 400, 20_000)[start : start + count]
+
+
+@pytest.mark.parametrize(("window", "total", "border"), [(4096, 12_000, 5000), (2048, 2048, 0), (512, 700, 0)])
+def test_sequences_of_groups_hold_neighbours_and_every_sample_once(window: int, total: int, border: int) -> None:
+    packer = Packer(long_lengths, window, 1000, total, [0, border] if border else [0], seed=3, groups=8)
+    states, end = packer.take(0, 10**6)
+    rows = [packer.sequence(state) for state in states]
+    assert end == packer.end and sorted(position for row in rows for position in row) == list(range(total))
+    assert max(sum(long_lengths(0, total)[row]) for row in rows) <= 1000
+    assert packer.windows is not None
+    for number in range(packer.windows):
+        count, samples = packer.sequences(number), packer.span(number)[1]
+        groups = 8
+        while samples * 8 < groups * window:
+            groups //= 2
+        assert count % groups == 0, (number, samples, groups)
+        own = [packer.sequence(number << 20 | place) for place in range(count)]
+        strange = [place for place, row in enumerate(own) if {position % groups for position in row} != {place % groups}]
+        near = [place for place in strange if {(position - place) % groups for position in own[place]} <= {0, 1, groups - 1}]
+        assert len(strange) < 0.35 * count and near == strange  # borders of groups move by less than one group
+        assert packer.padding(number, 1) < 0.05 + groups / count
+
+
+def test_groups_are_a_part_of_the_plan() -> None:
+    one, other = (Packer(long_lengths, 4096, 1000, 12_000, groups=groups) for groups in (8, 4))
+    again = Packer(long_lengths, 4096, 1000, 12_000, groups=8)
+    assert again.sequence(2 << 20 | 7) == one.sequence(2 << 20 | 7) != other.sequence(2 << 20 | 7)
+
+
+def test_single_samples_are_not_halved() -> None:
+    """Rows that hold one sample each cannot be made more: their number stays, and every sample is there once."""
+    packer = Packer(lambda start, count: np.full(count, 600), 100, 1000, 99, groups=4)
+    rows = [packer.sequence(state) for state in packer.take(0, 1000)[0]]
+    assert sorted(rows) == [[position] for position in range(99)]
+
+
+def test_buckets_of_groups_take_turns_and_are_alike() -> None:
+    bucketer = Bucketer(long_lengths, 4096, 1000, 8192, groups=16)
+    rows = [bucketer.sequence(state) for state in bucketer.take(0, 4096)[0]]
+    assert sorted(row[0] for row in rows) == list(range(4096))
+    assert all(row[0] % 16 == place % 16 for place, row in enumerate(rows))
+    spreads = [np.ptp(long_lengths(0, 8192)[[row[0] for row in rows[first : first + 64]]]) for first in range(0, 4096, 64)]
+    assert np.mean(spreads) < 60  # of 400, and a random 64 spans nearly all of it
+
+
+@pytest.mark.parametrize("groups", [0, 3, 128])
+def test_groups_out_of_range_are_refused(groups: int) -> None:
+    with pytest.raises(ValueError, match=f"groups={groups}: must be a power of two, at most the window's 64 samples"):
+        Packer(long_lengths, 64, 1000, 200, groups=groups)
+
+
+def test_windows_of_groups() -> None:
+    assert choose_groups(4096, 491, 1024) == (262_144, 64) and choose_groups(4096, 491, 1) == (8192, 1)
+    assert choose_groups(131_072, 495, 1024) == (262_144, 4) and choose_groups(4096, 491, 48) == (65_536, 16)
+    assert choose_groups(4096, 491, 1024, 8192) == (8192, 4)  # a window that is given stays
+
+
+def test_ranks_that_take_packed_rows_in_turn_read_few_shards() -> None:
+    schedule, total, ranks = Schedule([Stage("all", None, {"x": 1})]), 1 << 15, 16
+    found = {}
+    for groups in (1, ranks):
+        order = SourceOrder(0, [500] * 80, 0, 1 << 14, groups, schedule.lane_positions)
+        shards = order.many(0, total)[1]
+        packer = Packer(lambda start, count: 1 + np.arange(start, start + count) % 397, 1 << 13, 1000, total, groups=groups)
+        states = packer.take(0, total)[0]
+        read = [np.concatenate([shards[packer.sequence(state)] for state in states[rank::ranks]]) for rank in range(ranks)]
+        found[groups] = np.mean([np.count_nonzero(np.diff(one)) for one in read]), np.mean([len(np.unique(one)) for one in read])
+    assert found[ranks][1] < 12 < 60 < found[1][1]  # of 80 shards
+    assert found[ranks][0] < 0.8 * found[1][0]
