@@ -7,6 +7,7 @@ share one group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,19 @@ class MeshViews:
         """Index of this rank's share of the tokens: the same for all its tensor- and pipeline-parallel peers."""
         return self.data_parallel_rank * self.sizes["cp"] + self.context_rank
 
+    def replica_ranks(self, pipeline_rank: int | None = None) -> list[int]:
+        """The global ranks that work on this rank's rows, in mesh order.
+
+        Args:
+            pipeline_rank: only those at this place of the pipeline axis; None: all.
+        """
+        places = zip(self.root.mesh_dim_names or (), self.root.get_coordinate() or ())
+        found = self.root.mesh[tuple(place if name in ("dp_replicate", "dp_shard") else slice(None) for name, place in places)]
+        if pipeline_rank is not None:
+            found = found.sort(0).values[pipeline_rank]  # pp is outermost, and torch's groups count ranks in ascending order
+        ranks: list[int] = found.flatten().tolist()
+        return ranks
+
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         return None if self.tensor is None else self.tensor.get_group()
@@ -83,7 +97,7 @@ def build_mesh(
         keep: axes of size 1 that get a dimension (and a group of one rank) all the same.
 
     Raises:
-        ValueError: when ``ranks`` is no permutation of the world.
+        ValueError: when ``ranks`` is no permutation of the world, or ranks of a group are not in ascending order.
     """
     sizes = {
         "pp": plan.pipeline_parallel_size,
@@ -97,7 +111,9 @@ def build_mesh(
     order = torch.arange(int(world)) if ranks is None else torch.as_tensor(ranks).flatten().to(torch.int64)
     if sorted(order.tolist()) != list(range(int(world))):
         raise ValueError(f"placement must name each of the {world} ranks once, in mesh order; got {order.tolist()[:16]}")
-    root = DeviceMesh(device_type, order.reshape([sizes[name] for name in names]), mesh_dim_names=names)
+    grid = order.reshape([sizes[name] for name in names])
+    _check_ascending(grid, names)
+    root = DeviceMesh(device_type, grid, mesh_dim_names=names)
     batch = _view(root, ("dp_replicate", "dp_shard"), "batch")
     loss = _view(root, ("dp_replicate", "dp_shard", "cp"), "loss") if "cp" in names else batch
     shard = _view(root, ("dp_shard", "cp"), "fsdp")
@@ -109,6 +125,21 @@ def build_mesh(
         split = context._unflatten(0, (context.size() // inner, inner), ("cp_ring", "cp_heads"))
         ring, heads = split["cp_ring"], split["cp_heads"]
     return MeshViews(root, sizes, batch, loss, data, tensor, pipeline, context, ring, heads)
+
+
+def _check_ascending(grid: torch.Tensor, names: tuple[str, ...]) -> None:
+    """torch's groups count ranks in ascending order: where the mesh has another, a rank would take another's place without an error."""
+    joined = [("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp")]
+    for wanted in [(name,) for name in names] + joined:
+        axes = [names.index(name) for name in wanted if name in names]
+        kept = [axis for axis in range(len(names)) if axis not in axes]
+        for group in grid.permute(kept + axes).reshape(-1, math.prod(grid.shape[axis] for axis in axes)).tolist():
+            if group != sorted(group):
+                along = " x ".join(names[axis] for axis in axes)
+                raise ValueError(
+                    f"placement puts the ranks {group[:16]} along {along} in this order: they must ascend, since torch's groups count"
+                    " them so; exchange them, or have the launcher number the processes in the order that is wanted"
+                )
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,30 @@ def test_placement_moves_ranks() -> None:
     assert [result["share"] for result in results] == [0, 1, 0, 1]
 
 
+def turned_around(plan: dict[str, Any], placement: list[int]) -> str:
+    try:
+        build_mesh(ParallelPlan(**plan).resolve(4), "cpu", placement)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "placement", "told"),
+    [
+        (dict(pipeline_parallel_size=2), [0, 3, 2, 1], "ranks [3, 1] along pp"),  # ranks 0 and 1 would both be stage 0 of replica 0
+        (dict(pipeline_parallel_size=2), [3, 1, 2, 0], "ranks [3, 2] along pp"),
+        (dict(), [1, 0, 2, 3], "ranks [1, 0, 2, 3] along dp_shard"),
+        (dict(data_parallel_replicate_size=2), [0, 2, 1, 3], "ranks [0, 2, 1, 3] along dp_replicate x dp_shard"),
+        (dict(context_parallel_size=2, label_alignment="shift"), [0, 2, 1, 3], "ranks [0, 2, 1, 3] along dp_shard x cp"),
+        (dict(pipeline_parallel_size=2), [0, 2, 1, 3], ""),
+    ],
+)
+def test_a_placement_that_turns_a_group_around_is_refused(plan: dict[str, Any], placement: list[int], told: str) -> None:
+    for message in run_ranks(turned_around, 4, plan, placement):
+        assert (told in message and "must ascend" in message) if told else message == ""
+
+
 def wrong_placement() -> str:
     with pytest.raises(ValueError, match="each of the 2 ranks once") as caught:
         build_mesh(ParallelPlan().resolve(2), "cpu", [0, 0])

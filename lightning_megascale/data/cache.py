@@ -153,4 +153,8 @@ def lock(path: Path, timeout_seconds: float) -> Iterator[bool]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
-        yield locked  # closing the file frees the lock
+        try:
+            yield locked
+        finally:
+            if locked:  # closing the file would not free it while a process that was forked meanwhile has it open
+                fcntl.flock(file, fcntl.LOCK_UN)

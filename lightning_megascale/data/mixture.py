@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lightning_megascale.data.ahead import read_ahead
 from lightning_megascale.data.cache import cache_root
 from lightning_megascale.data.datamodule import validation_batches
 from lightning_megascale.data.encode import EncodeContext, encode_sample
 from lightning_megascale.data.images import decoder_version
 from lightning_megascale.data.mixture_config import check_arguments, collate, digest, key_of, source_config
 from lightning_megascale.data.mixture_stream import MixtureStream, PackedStream, Pieces, Source, StoredStream
-from lightning_megascale.data.packing import Bucketer, Packer, choose_window
+from lightning_megascale.data.packing import Bucketer, Packer, choose_groups
 from lightning_megascale.data.positioned import Batch, BatchLoader, PositionedDataModule
 from lightning_megascale.data.quarantine import Quarantine
 from lightning_megascale.data.ranks import alike_on_all_ranks, data_parallel_position
 from lightning_megascale.data.samples import ShardedSource, SourceConfig
+from lightning_megascale.data.sharing import SharedLoader
 from lightning_megascale.data.shuffle import SourceOrder
 from lightning_megascale.data.stages import normalised
 from lightning_megascale.data.staging import agree_until, make_schedule, read_stages
 from lightning_megascale.data.storage import ShardStore
 
 _VERSION = 1  # raise it when a position gets another sample for the same config
-_COUNTED_WINDOWS = 4096  # packing windows whose sequences are counted for the progress bar
+_PREPARED = 8  # remote shards that are fetched at once before their tokens are counted
+_MEASURED = 4096  # samples whose lengths decide how many are packed together
+_COUNTED = 1 << 25  # samples whose rows are counted for the progress bar; planning takes about a microsecond each
 _log = logging.getLogger(__name__)
 
 
@@ -62,8 +66,8 @@ class MixtureDataModule(PositionedDataModule):
         num_workers: reading processes of a rank.
         shuffle_window: samples of a source that are shuffled together; more mix better, fewer open fewer shards.
         lanes: how many classes of positions read neighbouring samples, so that a rank opens few shards; a multiple of the data-parallel
-            size; 1 with ``weights="tokens"``.
-        packing_window: samples that are packed together; None: at least 256 rows' worth.
+            size; 1 with ``weights="tokens"``. Packed and bucketed rows take at most 64, and hold samples of one class each.
+        packing_window: samples whose rows are planned together; None: at least 256 rows' worth, and 128 rows' worth for each lane.
         pad_multiple: of bucketed rows.
         steps_per: samples of an optimizer step, for stages counted in steps; None: from the trainer.
         cache_dir: where remote shards and indexes go; None means $MEGASCALE_CACHE, or ~/.cache/lightning_megascale.
@@ -71,6 +75,8 @@ class MixtureDataModule(PositionedDataModule):
         quarantine: file that lists bad samples; None: ``quarantine.jsonl`` in the trainer's default_root_dir.
         quarantine_limit: bad samples after which the run stops.
         cu_seqlens: whether packed batches carry the borders that kernels for variable lengths take.
+        share: "none": every rank reads its batches; "model": one rank of those that share a model replica reads and sends them to the
+            others, of which later pipeline stages get no pixels.
 
     Raises:
         ValueError: listing every argument out of range.
@@ -100,6 +106,7 @@ class MixtureDataModule(PositionedDataModule):
         quarantine: str | Path | None = None,
         quarantine_limit: int | None = 1000,
         cu_seqlens: bool = False,
+        share: str = "none",
     ) -> None:
         super().__init__(batch_size, num_workers)
         check_arguments(
@@ -119,6 +126,7 @@ class MixtureDataModule(PositionedDataModule):
             steps_per=steps_per,
             cu_seqlens=cu_seqlens,
             validation=validation,
+            share=share,
         )
         self.sources = {name: source_config(name, config) for name, config in sources.items()}
         self.validation = {name: source_config(name, config) for name, config in (validation or {}).items()}
@@ -126,6 +134,7 @@ class MixtureDataModule(PositionedDataModule):
         self.sequence_length, self.rows, self.long_documents, self.weights, self.seed = sequence_length, rows, long_documents, weights, seed
         self.shuffle_window, self.lanes = shuffle_window, 1 if weights == "tokens" else lanes
         self.packing_window, self.pad_multiple, self.steps_per, self.cu_seqlens = packing_window, pad_multiple, steps_per, cu_seqlens
+        self.share = share
         self.cache_dir = cache_root(cache_dir)
         limit = None if cache_gigabytes is None else int(cache_gigabytes * 1e9)
         self.store = ShardStore(self.cache_dir, limit)
@@ -166,9 +175,12 @@ class MixtureDataModule(PositionedDataModule):
     def prepare_data(self) -> None:
         """Builds what indexes and token counts are missing; Lightning calls it on one rank of each node, the others wait."""
         for source in self._open({**self.sources, **self.validation}):
-            source.lengths(np.zeros(1, np.int64), np.zeros(1, np.int64))
+            inner = source.source if isinstance(source, Pieces) else source
+            assert isinstance(inner, ShardedSource)
             for shard in range(len(source.shards)):
-                source.lengths(np.array([shard]), np.array([0])) if source.sizes[shard] else None
+                self.store.prefetch(inner.urls[shard : shard + _PREPARED], self)
+                inner.shard_lengths(shard)
+        self.store.prefetch([], self)
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
@@ -188,9 +200,11 @@ class MixtureDataModule(PositionedDataModule):
             specs = read_stages([{"name": "all", "mix": {name: order.size for name, order in plain.items()}}])
         self.schedule = make_schedule(specs, self.weights, plain, lambda name: opened[name].lengths, self._step_samples)
         used = [opened[name] for name in self.schedule.sources]
-        self.orders = [self._laned(number, source) for number, source in enumerate(used)]
-        self.train_stream = MixtureStream(self.schedule, used, self.orders, self.quarantine)
-        self.packer = self._packer(self.train_stream)
+        stream = MixtureStream(self.schedule, used, [plain[source.name] for source in used], self.quarantine)
+        window, lanes = self._packing(stream)
+        self.orders = stream.orders = [self._laned(number, source, lanes) for number, source in enumerate(used)]
+        self.packer = None if self.rows == "padded" else self._packer(stream, window, lanes)
+        self.train_stream = stream
         self.validation_stream: StoredStream | None = None
         if self.validation:
             capacity = self.sequence_length if self.rows == "packed" else None
@@ -208,21 +222,22 @@ class MixtureDataModule(PositionedDataModule):
             found.append(Pieces(source, self.sequence_length) if plain and self.long_documents == "split" else source)
         return found
 
-    def _laned(self, number: int, source: Source) -> SourceOrder:
-        positions = self.schedule.lane_positions if self.lanes > 1 else None
+    def _laned(self, number: int, source: Source, lanes: int) -> SourceOrder:
+        positions = self.schedule.lane_positions if lanes > 1 else None
         own = None if positions is None else partial(_of_source, positions, number)
-        return SourceOrder(key_of(source.name), source.sizes, self.seed, self.shuffle_window, self.lanes, own)
+        return SourceOrder(key_of(source.name), source.sizes, self.seed, self.shuffle_window, lanes, own)
 
-    def _packer(self, stream: MixtureStream) -> Packer | None:
+    def _packing(self, plain: MixtureStream) -> tuple[int, int]:
+        """Samples of a packing window, and lanes, by the lengths of the first samples: rows that are planned hold one lane's samples."""
         if self.rows == "padded":
-            return None
-        window = self.packing_window
-        if window is None:
-            count = min(4096, self.schedule.total or 4096)
-            window = choose_window(self.sequence_length, float(stream.lengths(0, count).mean()))
+            return 0, self.lanes
+        mean = float(plain.lengths(0, min(_MEASURED, self.schedule.total or _MEASURED)).mean())
+        return choose_groups(self.sequence_length, mean, self.lanes, self.packing_window)
+
+    def _packer(self, stream: MixtureStream, window: int, groups: int) -> Packer:
         starts = [self.schedule.stage_start(number) for number in range(len(self.schedule.stages))]
         kind = Packer if self.rows == "packed" else Bucketer
-        return kind(stream.lengths, window, self.sequence_length, self.schedule.total, starts, self.seed)
+        return kind(stream.lengths, window, self.sequence_length, self.schedule.total, starts, self.seed, groups)
 
     @property
     def _step_samples(self) -> int | None:
@@ -232,15 +247,20 @@ class MixtureDataModule(PositionedDataModule):
 
     # ---- batches -------------------------------------------------------------------------------------------------------------------------
 
-    def train_dataloader(self) -> BatchLoader:
+    def train_dataloader(self) -> BatchLoader | SharedLoader:
         if self.train_stream is None:
             raise ValueError("call prepare_data() and setup() first; a Trainer does")
         stream = self.train_stream if self.packer is None else PackedStream(self.train_stream, self.packer)
-        return BatchLoader(
-            stream, self._train_batches, self._train_length, self.batch_size, self.num_workers, self._align_restored_progress, self._collate
-        )
 
-    def val_dataloader(self) -> BatchLoader | list[Any]:
+        def batches() -> Iterable[list[int]]:
+            return read_ahead(self._train_batches(), stream, self.store, self.num_workers)
+
+        loader = BatchLoader(
+            stream, batches, self._train_length, self.batch_size, self.num_workers, self._align_restored_progress, self._collate
+        )
+        return self._shared(loader, "training")
+
+    def val_dataloader(self) -> BatchLoader | SharedLoader | list[Any]:
         stream = self.validation_stream
         if stream is None:
             return []
@@ -248,7 +268,14 @@ class MixtureDataModule(PositionedDataModule):
         def batches() -> list[list[int]]:
             return validation_batches(len(stream), self.batch_size, *data_parallel_position(self.trainer))
 
-        return BatchLoader(stream, batches, lambda: len(batches()), self.batch_size, self.num_workers, collate=self._collate)
+        def ahead() -> Iterable[list[int]]:
+            return read_ahead(batches(), stream, self.store, self.num_workers)
+
+        loader = BatchLoader(stream, ahead, lambda: len(batches()), self.batch_size, self.num_workers, collate=self._collate)
+        return self._shared(loader, "validation")
+
+    def _shared(self, loader: BatchLoader, name: str) -> BatchLoader | SharedLoader:
+        return SharedLoader(loader, self.trainer, name) if self.share == "model" else loader
 
     @property
     def _collate(self) -> Callable[[list[Any]], Batch]:
@@ -308,7 +335,7 @@ class MixtureDataModule(PositionedDataModule):
         if self.packer is None:
             return samples
         windows = self.packer.window_at(samples - 1) + 1
-        if windows <= _COUNTED_WINDOWS:
+        if windows * self.packer.window <= _COUNTED:
             return self.packer.count(windows)
         if self.trainer is None or self.trainer.max_steps < 0:
             raise ValueError(
@@ -318,11 +345,15 @@ class MixtureDataModule(PositionedDataModule):
         return samples  # an upper bound: max_steps ends the run
 
     def metrics(self) -> dict[str, float]:
-        """Share of each source in what was trained on so far, and how many bad samples are listed: for loggers."""
+        """For loggers: the share of each source in what was trained on so far, and how many bad samples are listed.
+
+        Without workers also for how many seconds this process waited for remote shards, once it had to.
+        """
         samples = max(self._samples_at(self.position), 1)
         counts = self.schedule.counts(min(samples, self.schedule.total or samples))
         shares = {f"data/ratio/{name}": count / samples for name, count in zip(self.schedule.sources, counts)}
-        return {**shares, "data/quarantined": float(len(self.quarantine))}
+        waited = self.store.wait_seconds if self.num_workers == 0 else 0.0  # workers count their own
+        return {**shares, "data/quarantined": float(len(self.quarantine)), **({"data/fetch_seconds": waited} if waited else {})}
 
     # ---- identity ------------------------------------------------------------------------------------------------------------------------
 
@@ -337,7 +368,7 @@ class MixtureDataModule(PositionedDataModule):
             sources[source.name] = digest([inner.identity(), isinstance(source, Pieces)])
         rows: list[Any] = [self.rows]
         if self.packer is not None:
-            rows += [self.packer.window, self.sequence_length]
+            rows += [self.packer.window, self.sequence_length, self.packer.groups]
         return {
             "version": _VERSION,
             "seed": self.seed,

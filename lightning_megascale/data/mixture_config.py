@@ -11,6 +11,7 @@ import torch
 
 from lightning_megascale.data.collate import pack_rows, pad_rows
 from lightning_megascale.data.positioned import Batch
+from lightning_megascale.data.sharing import SHARES
 from lightning_megascale.data.source_config import SourceConfig
 
 ROWS = ("packed", "padded", "bucketed")
@@ -31,7 +32,12 @@ def check_arguments(**given: Any) -> None:
         wrong.append("sources: give at least one, name: {urls, fields, encode}")
     if given["tokenizer"] is None:
         wrong.append("tokenizer=None: give a fast tokenizer of transformers, or the folder of one")
-    for name, choices in (("rows", ROWS), ("long_documents", ("split", "truncate")), ("weights", ("samples", "tokens"))):
+    for name, choices in (
+        ("rows", ROWS),
+        ("long_documents", ("split", "truncate")),
+        ("weights", ("samples", "tokens")),
+        ("share", SHARES),
+    ):
         if given[name] not in choices:
             wrong.append(f"{name}={given[name]!r}: must be one of {', '.join(choices)}")
     for name, least in (("packing_window", 1), ("steps_per", 1)):

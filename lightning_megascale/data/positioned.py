@@ -58,13 +58,18 @@ class BatchLoader:
         return self.length()
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from DataLoader(
-            self.stream,
-            batch_sampler=self.batches(),  # type: ignore[arg-type]
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            collate_fn=self.collate,
-        )
+        batches = self.batches()
+        try:
+            yield from DataLoader(
+                self.stream,
+                batch_sampler=batches,  # type: ignore[arg-type]
+                num_workers=self.num_workers,
+                pin_memory=torch.cuda.is_available(),
+                collate_fn=self.collate,
+            )
+        finally:
+            if (close := getattr(batches, "close", None)) is not None:
+                close()  # it may be reading ahead
 
 
 class PositionedDataModule(LightningDataModule):

@@ -20,7 +20,16 @@ from lightning_megascale.data.cache import NO_LOCKS, NO_PLACE, lock
 from lightning_megascale.data.patience import StorageError
 
 WAIT_SECONDS = 3600.0  # for another process that fetches the same shard
+_AT_ONCE = 64  # copies removed for one that is fetched ahead
 _GRACE_SECONDS = 600.0  # a file that is being fetched may be unlocked for a moment, and always where there are no locks
+
+
+class Busy(Exception):
+    """Another process is fetching the shard."""
+
+
+class Full(Exception):
+    """There is no room for a shard that nobody needs yet."""
 
 
 class Handle:
@@ -29,7 +38,7 @@ class Handle:
     def __init__(self, path: Path, cached: bool = False) -> None:
         self.descriptor = -1
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.path, self.cached = path, cached
+        self.path, self.cached, self._process = path, cached, os.getpid()
         if cached:
             with contextlib.suppress(OSError):  # without the lock the copy may be removed, and this file stays readable
                 fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -43,6 +52,9 @@ class Handle:
 
     def __del__(self) -> None:
         if self.descriptor >= 0:
+            if self.cached and self._process == os.getpid():  # a process that was forked meanwhile has a copy, and the lock with it
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self.descriptor, fcntl.LOCK_UN)
             os.close(self.descriptor)
 
 
@@ -57,16 +69,18 @@ class ShardCache:
     def __init__(self, folder: Path, limit_bytes: int | None) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
 
-    def open(self, name: str, size: int | None, transfer: Callable[[Path], None], label: str) -> Handle:
+    def open(self, name: str, size: int | None, transfer: Callable[[Path], None], label: str, ahead: bool = False) -> Handle:
         """Opens the file, which ``transfer`` writes to the path it gets if no process has done so.
 
         Args:
             name: must change with the content.
             size: bytes of the complete file, or None when unknown.
             label: the shard, for messages.
+            ahead: nobody waits for it yet.
 
         Raises:
             ValueError: when the file is larger than the limit, or the folder cannot be written.
+            Busy, Full: ahead, instead of waiting for another process, and of exceeding the limit.
         """
         if self.limit_bytes is not None and (size or 0) > self.limit_bytes:
             raise ValueError(
@@ -76,9 +90,9 @@ class ShardCache:
         handle = self._complete(place, size)
         if handle is not None:
             return handle
-        with self._locked(f"shard-{name[:3]}.lock", label):  # at most 4,096 lock files
+        with self._locked(f"shard-{name[:3]}.lock", label, None if ahead else WAIT_SECONDS):  # at most 4,096 lock files
             handle = self._complete(place, size)
-            return handle or self._fetch(place, size, transfer, label)
+            return handle or self._fetch(place, size, transfer, label, ahead)
 
     def _complete(self, place: Path, size: int | None) -> Handle | None:
         try:
@@ -88,8 +102,10 @@ class ShardCache:
         found = os.fstat(handle.descriptor).st_size
         return handle if found == size or (size is None and found) else None
 
-    def _fetch(self, place: Path, size: int | None, transfer: Callable[[Path], None], label: str) -> Handle:
-        self._make_room(size or 0, label)
+    def _fetch(self, place: Path, size: int | None, transfer: Callable[[Path], None], label: str, ahead: bool) -> Handle:
+        for rest in place.parent.glob(f"{place.name}.*.tmp"):  # of a process that ended while it held the lock that this one holds
+            _remove(rest)
+        self._make_room(size or 0, label, ahead)
         temporary = place.with_name(f"{place.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
         try:
             temporary.touch(exist_ok=False)
@@ -109,17 +125,25 @@ class ShardCache:
         handle.path = place
         return handle
 
-    def _make_room(self, size: int, label: str) -> None:
+    def _make_room(self, size: int, label: str, ahead: bool) -> None:
         if self.limit_bytes is None:
             return
-        with self._locked("eviction.lock", label):
+        with self._locked("eviction.lock", label), contextlib.ExitStack() as claims:
             files = sorted(self._files())
-            used = sum(length for _, length, _ in files)
+            used, claimed = sum(length for _, length, _ in files), list[Path]()
             for _, length, path in files:
-                if used + size <= self.limit_bytes:
-                    return
-                if _remove(path):
+                if used + size <= self.limit_bytes or len(claimed) == _AT_ONCE:
+                    break
+                if not ahead:
+                    used -= length if _remove(path) else 0
+                elif (claim := _claim(path)) is not None:  # all or nothing: what does not make enough room stays
+                    claims.callback(os.close, claim)
+                    claimed.append(path)
                     used -= length
+            if ahead and used + size > self.limit_bytes:
+                raise Full
+            for path in claimed:
+                _unlink(path)
         if used + size > self.limit_bytes:
             warnings.warn(
                 f"{self.folder} grows to {used + size:,} bytes, above limit_bytes={self.limit_bytes:,}: the rest is open in running"
@@ -135,14 +159,17 @@ class ShardCache:
                 yield status.st_atime_ns, status.st_size, path
 
     @contextlib.contextmanager
-    def _locked(self, name: str, label: str) -> Iterator[None]:
+    def _locked(self, name: str, label: str, seconds: float | None = WAIT_SECONDS) -> Iterator[None]:
+        """Holds a lock; seconds: how long to wait for it, None not at all (then Busy)."""
         folder = self.folder.with_name("locks")
         with contextlib.ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 self.folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(lock(folder / name, WAIT_SECONDS))
+                stack.enter_context(lock(folder / name, seconds or 0.0))
             except TimeoutError as error:
+                if seconds is None:
+                    raise Busy from None
                 raise StorageError(f"{label}: {error}") from error
             except OSError as error:
                 if error.errno in NO_PLACE:
@@ -156,26 +183,38 @@ class ShardCache:
 
 def _remove(path: Path) -> bool:
     """Removes a copy, and what was written beside it, unless a process has it open or is writing it."""
+    claim = _claim(path)
+    if claim is None:
+        return not path.exists()
+    try:
+        _unlink(path)
+    finally:
+        os.close(claim)
+    return True
+
+
+def _claim(path: Path) -> int | None:
+    """A descriptor with the only lock of a copy; None when somebody has it open, or is writing it, or when it is gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return True
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locks = True
+        grace = 5.0
     except OSError as error:
         if error.errno not in NO_LOCKS:
             os.close(descriptor)
-            return False
-        locks = False
-    try:
-        unfinished = path.name.endswith(".tmp")
-        if unfinished and time.time() - os.fstat(descriptor).st_mtime < (_GRACE_SECONDS if not locks else 5.0):
-            return False
-        path.unlink(missing_ok=True)
-        if not unfinished:
-            for beside in path.parent.glob(path.name + ".idx*"):
-                beside.unlink(missing_ok=True)
-    finally:
+            return None
+        grace = _GRACE_SECONDS
+    if path.name.endswith(".tmp") and time.time() - os.fstat(descriptor).st_mtime < grace:
         os.close(descriptor)
-    return True
+        return None
+    return descriptor
+
+
+def _unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    if not path.name.endswith(".tmp"):
+        for beside in path.parent.glob(path.name + ".idx*"):
+            beside.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import hashlib
+import itertools
 import logging
 import os
 import threading
@@ -21,12 +22,13 @@ from lightning_megascale.data.columns import read_bytes
 from lightning_megascale.data.expand import expand, filesystem, local_path, missing, shown
 from lightning_megascale.data.index import SIZE_LIMIT, ShardIndex, build_index, obtain_index, open_index
 from lightning_megascale.data.patience import attempt, failures, watched
-from lightning_megascale.data.shard_cache import Handle, ShardCache
+from lightning_megascale.data.shard_cache import Busy, Full, Handle, ShardCache
 from lightning_megascale.data.shard_index import VERSION
 
 __all__ = ["ShardStore", "expand"]
 
 OPEN_FILES = 32
+KEPT_FILES = 128  # open ones that are needed next, where the cache has a limit
 _AT_ONCE = 1 << 30  # bytes one pread is asked for; Linux gives 2 GiB at most
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -72,8 +74,9 @@ class ShardStore:
         self._lock = threading.Lock()
         self._files: collections.OrderedDict[str, Handle] = collections.OrderedDict()
         self._states: dict[str, tuple[int | None, str]] = {}
-        self._ahead: collections.deque[str] = collections.deque()
-        self._unused: dict[str, int] = {}
+        self._wanted: dict[object, list[str]] = {}  # who reads ahead -> the remote shards it needs next
+        self._ahead: collections.deque[str] = collections.deque()  # those of them that are not here
+        self._kept: dict[str, Handle | None] = {}  # those that are here, open so that they stay; None: nothing to keep open
         self._thread: threading.Thread | None = None
         self._cache = ShardCache(self.cache_dir / "shards", self.limit_bytes)
 
@@ -139,14 +142,22 @@ class ShardStore:
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             return list(pool.map(lambda url: self.index(url, **options), urls))
 
-    def prefetch(self, urls: Sequence[str]) -> None:
-        """Fetches the remote ones of these shards in the background, in order, instead of those asked for before.
+    def prefetch(self, urls: Sequence[str], owner: object = None) -> None:
+        """Fetches the remote ones of these shards in the background, in order, instead of those its owner asked for before.
 
-        With ``limit_bytes``, it stops when half of that is fetched and not used yet. A shard that fails is left to ``local``.
+        With ``limit_bytes``, they stay in the cache until they are asked for no more: the first ones, as many as half of the limit holds.
+        One is only fetched if there is room, or can be made without removing one that a process has open, or keeps for later. A shard
+        that fails, or that another process is fetching, is left to ``local``.
         """
         self._own()
         with self._lock:
-            self._ahead = collections.deque(url for url in urls if local_path(url) is None and url not in self._files)
+            self._wanted[owner] = [url for url in urls if local_path(url) is None]
+            if not self._wanted[owner]:
+                del self._wanted[owner]
+            needed = self._needed()
+            for url in [url for url in self._kept if url not in needed]:
+                del self._kept[url]
+            self._ahead = collections.deque(url for url in needed if url not in self._kept)
             if self._ahead and self._thread is None:
                 self._thread = threading.Thread(target=self._fetch_ahead, name="shard prefetch", daemon=True)
                 self._thread.start()
@@ -156,6 +167,7 @@ class ShardStore:
         self._own()
         with self._lock:
             handle = self._files.pop(url, None)
+            self._kept.pop(url, None)
             self._states.pop(url, None)
         if handle is not None and handle.cached:
             handle.path.unlink(missing_ok=True)
@@ -180,7 +192,6 @@ class ShardStore:
             finally:
                 self.wait_seconds += time.perf_counter() - start
         with self._lock:
-            self._unused.pop(url, None)
             self._files[url] = handle
             while len(self._files) > OPEN_FILES:
                 self._files.popitem(last=False)[1].touch()  # closed when the last thread that reads it is done
@@ -206,7 +217,7 @@ class ShardStore:
             self._states[url] = state = _size_and_version(information)
         return state
 
-    def _fetch(self, url: str) -> Handle:
+    def _fetch(self, url: str, ahead: bool = False) -> Handle:
         size, version = self._state(url)
         name = _digest(f"{url} {size} {version}") + ".tar"
 
@@ -214,7 +225,7 @@ class ShardStore:
             system, path = filesystem(url, self.timeout_seconds)
             watched(lambda: system.get_file(path, str(temporary)), self.timeout_seconds, lambda: temporary.stat().st_size)
 
-        return self._cache.open(name, size, transfer, shown(url))
+        return self._cache.open(name, size, transfer, shown(url), ahead)
 
     def _remote_index(self, url: str, size: int | None) -> ShardIndex | None:
         beside = url.split("?", 1)[0] + ".idx"
@@ -236,25 +247,44 @@ class ShardStore:
     def _try(self, url: str, what: str, action: Callable[[], _T]) -> _T:
         return attempt(f"{what} {shown(url)}", action, self.retries, self.backoff_seconds)
 
+    def _needed(self) -> dict[str, None]:
+        return dict.fromkeys(itertools.chain.from_iterable(self._wanted.values()))
+
     def _fetch_ahead(self) -> None:
         while True:
             with self._lock:
-                full = self.limit_bytes is not None and sum(self._unused.values()) * 2 >= self.limit_bytes
-                if not self._ahead or full:
-                    self._ahead.clear()
+                ahead = self._ahead
+                if not ahead:
                     self._thread = None
                     return
-                url = self._ahead.popleft()
-                if url in self._files:
+                url = ahead.popleft()
+                if url in self._kept:
                     continue
+                handle = self._files.get(url)
             try:
-                handle = self._fetch(url)
-            except failures() + (ValueError,) as error:
-                _log.info("prefetch of %s: %s; it is fetched when it is needed", shown(url), error)
+                self._check_share(url)
+                handle = handle or self._fetch(url, ahead=True)
+            except Full:
+                with self._lock:
+                    if self._ahead is ahead:  # nobody has asked for others since
+                        self._ahead = collections.deque()
                 continue
+            except Busy:
+                continue
+            except Exception as error:  # noqa: BLE001 - whatever it is, who reads the shard meets it, and tries again
+                _log.info("prefetch of %s: %s; it is fetched when it is needed", shown(url), error)
             with self._lock:
-                if url not in self._files:
-                    self._unused[url] = os.fstat(handle.descriptor).st_size
+                if url in self._needed():
+                    self._kept[url] = handle if self.limit_bytes is not None else None
+
+    def _check_share(self, url: str) -> None:
+        """Raises Full when half of the limit, or of the files that may be open, is taken by what is kept."""
+        if self.limit_bytes is None:
+            return
+        with self._lock:
+            kept = [os.fstat(handle.descriptor).st_size for handle in self._kept.values() if handle is not None]
+        if 2 * (sum(kept) + (self._state(url)[0] or 0)) > self.limit_bytes or len(kept) >= KEPT_FILES:
+            raise Full
 
 
 def _read(handle: Handle, offset: int, size: int, strict: bool = False) -> bytes | None:

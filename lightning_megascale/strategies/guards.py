@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_megascale.data.sharing import Withheld
 from lightning_megascale.ops.attention import check_backend
 from lightning_megascale.ops.dispatch import dispatchers
 from lightning_megascale.parallel.loss_scale import IGNORE_INDEX, rows_of
@@ -136,7 +137,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
     """Peers on other axes than data compute parts of one forward: on different rows the result would be garbage without an error."""
     if group is None or dist.get_world_size(group) == 1:
         return
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in tree_leaves(_seen_by_all(batch, group)) if isinstance(leaf, torch.Tensor)]
     shapes = derive_seed(*(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in leaves))
     zero = torch.zeros((), dtype=torch.float64, device=device)
     values = [leaf.detach().double().nan_to_num() for leaf in leaves if leaf.numel() and not leaf.is_complex()]
@@ -151,6 +152,16 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
             "the data by trainer.strategy.data_parallel_rank and .data_parallel_size (not by RANK and WORLD_SIZE), and let shuffling "
             "depend on nothing else"
         )
+
+
+def _seen_by_all(batch: Any, group: dist.ProcessGroup) -> Any:
+    """A batch without the entries that its reader did not send to some ranks of a group."""
+    if not isinstance(batch, Mapping):
+        return batch
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, [key for key, value in batch.items() if isinstance(value, Withheld)], group=group)
+    withheld = {key for keys in everyone for key in keys}
+    return {key: value for key, value in batch.items() if key not in withheld}
 
 
 def check_loader_lengths(loader: Any, device: torch.device) -> bool:

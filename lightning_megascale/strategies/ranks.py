@@ -12,8 +12,10 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
+from lightning_megascale.data.sharing import Replica
 from lightning_megascale.mesh import MeshViews
 from lightning_megascale.parallel.data import GatherRows
+from lightning_megascale.parallel.pipeline import Pipeline
 from lightning_megascale.strategies import guards
 from lightning_megascale.strategies.loaders import EvenLoader
 
@@ -23,6 +25,7 @@ class Ranks(ModelParallelStrategy):
 
     _views: MeshViews | None = None
     _control: Any = None
+    _batch_groups: dict[tuple[int, ...], Any] | None = None
 
     @property
     def mesh_views(self) -> MeshViews:
@@ -65,6 +68,28 @@ class Ranks(ModelParallelStrategy):
         if self._control is None and torch.distributed.get_backend() != "gloo":
             self._control = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
         return self._control
+
+    def _replica(self, pipeline: Pipeline | None) -> Replica | None:
+        """Who works on this rank's rows; the first in mesh order reads for all, on the first pipeline stage."""
+        ranks = self.mesh_views.replica_ranks()
+        if len(ranks) == 1:
+            return None
+        group = self._batch_group(ranks)
+        if pipeline is None:
+            return Replica(group, ranks[0])
+        inputs = pipeline.chunks[0].first_inputs
+        peers, first = (self.mesh_views.replica_ranks(rank) for rank in (pipeline.rank, pipeline.stages.owners[0]))
+        own = self._batch_group(peers) if inputs and len(peers) > 1 else None  # on every stage: torch numbers groups by their count
+        return Replica(group, first[0], inputs, peers == first, own if peers == first else None)
+
+    def _batch_group(self, ranks: Sequence[int]) -> Any:
+        """A group that works on the CPU and carries nothing but batches, made once by its members alone."""
+        groups = self._batch_groups = {} if self._batch_groups is None else self._batch_groups
+        if tuple(ranks) not in groups:
+            groups[tuple(ranks)] = torch.distributed.new_group(
+                list(ranks), backend="gloo", timeout=self._timeout, use_local_synchronization=True
+            )
+        return groups[tuple(ranks)]
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Over the ranks that count other tokens, unless a group is given. A mean of whole numbers is not rounded."""

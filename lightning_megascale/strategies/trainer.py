@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megascale.data.sharing import Replica
 from lightning_megascale.layout import ModelLayout
 from lightning_megascale.mesh import build_mesh, compatible_mesh
 from lightning_megascale.ops.auxiliary_loss import MicrobatchWeight, set_microbatch_weight
@@ -130,6 +131,14 @@ class MegascaleStrategy(Saving):
         """The bookkeeping of weights and reductions of the running fit."""
         assert self._numbers is not None, "only while fitting"
         return self._numbers
+
+    @property
+    def model_replica(self) -> Replica | None:
+        """The ranks that work on this rank's rows, and who of them reads with ``share="model"``; None where there is no other.
+
+        Asking for the first time makes a group: to be done on all of these ranks together, once the model is parallelized.
+        """
+        return self._replica(None if self._done is None else self._done.pipeline)
 
     def _configure_launcher(self) -> None:
         guards.refuse_notebook(self.cluster_environment)

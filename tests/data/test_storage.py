@@ -549,12 +549,12 @@ def test_prefetch_fetches_in_order_and_stops_at_half_the_limit(tmp_path: Path, m
     store = store_of(tmp_path, limit_bytes=6 * size)
     store.prefetch(urls)
     settled(store)
-    assert len(copies(tmp_path)) == 3 and list(store._unused) == urls[:3] and store.wait_seconds == 0
+    assert len(copies(tmp_path)) == 3 and list(store._kept) == urls[:3] and store.wait_seconds == 0
     names = copies(tmp_path)
     for number in range(3):
         assert store.read(urls[number], 0, 700) == tar_bytes(files(5, first=10 * number))[:700]
     assert copies(tmp_path) == names  # nothing was fetched again
-    store.prefetch(urls)
+    store.prefetch(urls[3:])
     settled(store)
     assert len(copies(tmp_path)) == 6
 

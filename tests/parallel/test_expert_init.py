@@ -78,12 +78,15 @@ def test_a_placement_that_turns_a_group_around_is_refused() -> None:
     """Its ranks would take each other's experts for their own."""
 
     def told() -> str:
-        views = build_mesh(ParallelPlan(data_parallel_shard_size=4).resolve(4), "cpu", [1, 0, 2, 3])
+        views = build_mesh(ParallelPlan(tensor_parallel_size=2).resolve(4), "cpu", [0, 2, 1, 3])
         try:
-            expert_views(views, 2)
+            expert_views(views, 4)
         except ValueError as error:
             return str(error)
         return "no error"
 
     for message in run_ranks(told, 4):
-        assert "placement gives expert_parallel_size=2 neighbours of the mesh the ranks [1, 0]: they must be in ascending order" in message
+        assert (
+            "placement gives expert_parallel_size=4 neighbours of the mesh the ranks [0, 2, 1, 3]: they must be in ascending order"
+            in message
+        )
