@@ -30,7 +30,6 @@ from lightning_megascale.data.staging import agree_until, make_schedule, read_st
 from lightning_megascale.data.storage import ShardStore
 
 _VERSION = 1  # raise it when a position gets another sample for the same config
-_PREPARED = 8  # remote shards that are fetched at once before their tokens are counted
 _MEASURED = 4096  # samples whose lengths decide how many are packed together
 _COUNTED = 1 << 25  # samples whose rows are counted for the progress bar; planning takes about a microsecond each
 _log = logging.getLogger(__name__)
@@ -175,12 +174,9 @@ class MixtureDataModule(PositionedDataModule):
     def prepare_data(self) -> None:
         """Builds what indexes and token counts are missing; Lightning calls it on one rank of each node, the others wait."""
         for source in self._open({**self.sources, **self.validation}):
-            inner = source.source if isinstance(source, Pieces) else source
-            assert isinstance(inner, ShardedSource)
+            source.lengths(np.zeros(1, np.int64), np.zeros(1, np.int64))
             for shard in range(len(source.shards)):
-                self.store.prefetch(inner.urls[shard : shard + _PREPARED], self)
-                inner.shard_lengths(shard)
-        self.store.prefetch([], self)
+                source.lengths(np.array([shard]), np.array([0])) if source.sizes[shard] else None
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
