@@ -169,9 +169,10 @@ def _stage(
 def _opened(module: MixtureDataModule, start: int, end: int, ranks: int) -> tuple[float, int]:
     """Shards that rank 0 opens for 1,000 samples, keeping ``OPEN_FILES`` of them open, and how many different ones it meets."""
     packer = module.packer
-    if module.rows == "packed" and packer is not None:
-        states = packer.take(packer.window_at(start) << 20, ranks * 64)[0][::ranks]
-        positions = np.array([at for state in states for at in packer.sequence(state) if start <= at < end][:_LOOKED_AT], np.int64)
+    if packer is not None:  # its rows hold samples from all over a window, also those behind `end`
+        rows = 64 if module.rows == "packed" else min(end - start, _LOOKED_AT)
+        states = packer.take(packer.window_at(start) << 20, ranks * rows)[0][::ranks]
+        positions = np.array([at for state in states for at in packer.sequence(state)][:_LOOKED_AT], np.int64)
     else:
         positions = np.arange(start, min(end, start + ranks * _LOOKED_AT), ranks)
     span = int(positions.max()) - start + 1

@@ -162,8 +162,9 @@ def _select(options: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
         return name not in _NEUTRAL and any(name == key or name.startswith(key + ".") for key in keys)
 
     flat = flatten(options)
-    if flat.get("init_from") is None:  # as in runs from before there was such a key
-        flat.pop("init_from", None)
+    for added in ("init_from", "data.text"):  # as in runs from before there were such keys
+        if flat.get(added) is None:
+            flat.pop(added, None)
     return {name: value for name, value in flat.items() if chosen(name)}
 
 

@@ -1,4 +1,4 @@
-"""TextDataModule: the quickstart text as batches of exact sequences; one integer says where a run stands, under any number of ranks."""
+"""TextDataModule: one's own text or the quickstart's as batches of exact sequences; one integer says where a run stands, on any ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_megascale.data.cache import defect
+from lightning_megascale.data.own_text import TextFiles, find_files
 from lightning_megascale.data.positioned import BatchLoader, PositionedDataModule
 from lightning_megascale.data.quickstart import SMALLEST_VOCABULARY, load_tokenizer, prepare_text, text_folder
 from lightning_megascale.data.ranks import data_parallel_position
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TextDataModule(PositionedDataModule):
-    """Language modelling on the text that ships with Python, read from WebDataset shards in a cache folder.
+    """Language modelling on text files, or on the text that ships with Python, read from WebDataset shards in a cache folder.
 
     Batches are dicts of Hugging Face's keys: ``input_ids`` and ``labels``, both (batch_size, sequence_length) int64, the labels an
     unshifted copy. Documents are joined by <|end|> and cut: no padding in training.
@@ -40,13 +41,18 @@ class TextDataModule(PositionedDataModule):
         cache_dir: where the shards go; None means $MEGASCALE_CACHE, or ~/.cache/lightning_megascale.
         sequence_length: tokens per row.
         batch_size: rows per data-parallel rank and batch.
-        vocab_size: entries of the tokenizer, trained on the training text.
+        vocab_size: entries of the tokenizer, trained on the training text. From a small ``text`` it gets fewer, as many sequences of bytes
+            as occur twice; the model's other entries stay unused.
         validation_fraction: share of the text kept for validation, as whole documents; the same for every seed.
         num_workers: reading processes per rank.
         seed: of the shuffles.
+        text: files of one's own: a path, a glob, or a list of them, relative to the current folder; None: the text that ships with Python.
+            UTF-8. A ``.jsonl`` file has a document on each line, its ``"text"``; any other file is one document, divided where it has
+            two or more blank lines in a row. Validation is whole documents where these fit, else the end of the longest. It is held
+            in memory while the shards are written; an edited file makes other shards, and a checkpoint of the old ones is refused.
 
     Raises:
-        ValueError: listing every argument out of range.
+        ValueError: listing every argument out of range; for files that are missing or empty.
     """
 
     def __init__(
@@ -58,17 +64,24 @@ class TextDataModule(PositionedDataModule):
         validation_fraction: float = 0.1,
         num_workers: int = 0,
         seed: int = 0,
+        text: TextFiles | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers)
         _check_arguments(sequence_length, batch_size, vocab_size, validation_fraction, num_workers)
         self.sequence_length, self.seed = sequence_length, seed
         self.cache_dir, self.vocab_size, self.validation_fraction = cache_dir, vocab_size, validation_fraction
+        self.text = None if text is None else find_files(text)
+        self._own_folder: Path | None = None
         self._tokenizer: PreTrainedTokenizerFast | None = None
 
     @property
     def folder(self) -> Path:
-        """The cache folder of these parameters."""
-        return text_folder(self.cache_dir, self.vocab_size, self.validation_fraction)
+        """The cache folder of these parameters, and of the files as they were when it was first asked for."""
+        if self.text is None:
+            return text_folder(self.cache_dir, self.vocab_size, self.validation_fraction)
+        if self._own_folder is None:
+            self._own_folder = text_folder(self.cache_dir, self.vocab_size, self.validation_fraction, self.text)
+        return self._own_folder
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -79,12 +92,17 @@ class TextDataModule(PositionedDataModule):
 
     def prepare_data(self) -> None:
         """Writes the shards if they are missing or damaged; Lightning calls it on one rank of each node, the others wait."""
-        prepare_text(self.cache_dir, self.vocab_size, self.validation_fraction)
+        patience = 120.0 if self.text is None else 3600.0
+        written = prepare_text(self.cache_dir, self.vocab_size, self.validation_fraction, patience, self.text)
+        if written != self.folder:
+            raise ValueError(f"text={self._shown} changed while the run was starting: start again, once the files are as they should be")
 
     def setup(self, stage: str | None = None) -> None:
         folder = self._ready_folder()
         end: Any = self.tokenizer.eos_token_id
         train, validation = (TokenShards(sorted(folder.glob(f"{split}-*.tar"))) for split in ("train", "validation"))
+        if self.text is not None:
+            self._check_tokens(train, validation)
         self.train_stream = SequenceStream(train, self.sequence_length, end, self.seed)
         self.validation_stream = SequenceStream(validation, self.sequence_length, end)
         super().setup(stage)
@@ -108,6 +126,49 @@ class TextDataModule(PositionedDataModule):
         """The text, how it is cut, and the seed."""
         return {"text": self.folder.name, "sequence_length": self.sequence_length, "seed": self.seed}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        theirs = state_dict["data"].get("text")
+        if self.text is not None and theirs != self.folder.name:
+            raise ValueError(
+                f"text={self._shown} is not the text of the checkpoint: its shards are {theirs!r}, these {self.folder.name!r}. The name"
+                " carries a hash of the files' content, vocab_size, validation_fraction and the version of tokenizers. Restore these, or"
+                " start a new run (run.name=new), or from the beginning (resume=never)"
+            )
+        super().load_state_dict(state_dict)
+
+    @property
+    def _shown(self) -> str:
+        """The files, for messages."""
+        names = [path.name for path in self.text or []]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    def _check_tokens(self, train: TokenShards, validation: TokenShards) -> None:
+        """Refuses a text of one's own in which a part makes no sequence."""
+        for part, shards, remedy in (
+            ("for training", train, "lower validation_fraction"),
+            (f"for validation (validation_fraction={self.validation_fraction})", validation, "raise validation_fraction"),
+        ):
+            tokens = int(shards.lengths.sum()) + len(shards)
+            if tokens < self.sequence_length:
+                raise ValueError(
+                    f"text={self._shown} has {tokens:,} tokens {part}, less than one sequence of {self.sequence_length}: add text,"
+                    f" {remedy}, or lower sequence_length (batch.sequence_length of megascale train)"
+                )
+
+    def _check_step(self) -> None:
+        """Refuses a text of one's own that fills no optimizer step."""
+        held, needed = len(self.train_stream), self._global_batch * self._accumulated
+        if held < needed:
+            shards = (self.train_stream.shards, self.validation_stream.shards)
+            size = sum(path.stat().st_size for path in self.text or []) / sum(int(part.lengths.sum()) for part in shards)
+            more = (needed - held) * self.sequence_length * size / (1 - self.validation_fraction)
+            raise ValueError(
+                f"text={self._shown} makes {held} training sequences of {self.sequence_length} tokens, and an optimizer step takes {needed}"
+                f" (batch_size {self.batch_size} x data-parallel size {self._global_batch // self.batch_size} x accumulation"
+                f" {self._accumulated}): add text (about {more / 1000:,.0f} kB), or lower sequence_length or the batch (of megascale train:"
+                " batch.sequence_length, batch.global_size)"
+            )
+
     def _ready_folder(self) -> Path:
         if (problem := defect(self.folder)) is not None:
             raise ValueError(
@@ -118,6 +179,8 @@ class TextDataModule(PositionedDataModule):
 
     def _train_length(self) -> int:
         held = len(self.train_stream)
+        if self.text is not None:
+            self._check_step()
         return self._epoch_length(held, f"the text has {held} of {self.sequence_length} tokens")
 
     def _train_batches(self) -> Iterator[list[int]]:

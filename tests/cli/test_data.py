@@ -396,6 +396,14 @@ def test_stats_count_the_shards_that_a_rank_opens(tmp_path: Path) -> None:
     assert 1000 * 48 / 240 <= stage.opened <= 1000 * 80 / 240 and stage.shards == 40
 
 
+@pytest.mark.parametrize("rows", ["packed", "bucketed"])
+def test_stats_of_fewer_samples_than_are_planned_together(rows: str, tmp_path: Path, tokenizer: str) -> None:
+    urls = mixes.write(tmp_path, "a", (3,) * 40)
+    mix = Mix({"a": urls}, [{"name": "all", "mix": {"a": 1}}], {"tokenizer": tokenizer, "sequence_length": 64, "rows": rows})
+    (stage,) = mix_stats(mix, 8, 2).stages
+    assert stage.samples == [8] and 0 < stage.opened <= 1000 and 1 <= stage.shards <= 40
+
+
 def test_stats_of_a_mix_print_shares_and_bounds_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = [{"name": "one", "until": {"steps": 10}, "mix": {"b": 1}}, {"name": "two", "mix": {"a": 0.25, "b": 0.75}}]
     recipe = {"stages": stages, "batch": {"global_size": 8, "sequence_length": 32}, "model": {"x": 1}, "seed": 1}
