@@ -1,7 +1,7 @@
-"""Samples per second of MixtureDataModule's stream against webdataset's RandomMix and litdata, with the same decoder and transport.
+"""Samples per second of MixtureDataModule's stream against RandomMix, litdata and Energon, with the same decoder and transport.
 
-Run: ``python -m tests.benchmarks.loader [rounds=5] [samples=1024] [workers=0,2] [edge=384]``. litdata takes part where it is installed
-(``pip install --no-deps litdata``, boto3, tifffile and obstore: its own requirements bring torchvision).
+Run: ``python -m tests.benchmarks.loader [rounds=5] [samples=1024] [workers=0,2] [edge=384]``. litdata and Energon take part where they
+import (``pip install --no-deps litdata megatron-energon`` and what their import asks for: all they require would bring torchvision).
 
 Pictures are drawn (smooth, with noise) as JPEG in 4 sources of 8 shards. A turn reads ``samples`` pictures in batches of 16, decodes
 them with the decoder of ``data/images.py``, and stacks them in the worker to one uint8 tensor as torch's ``default_collate`` does; those
@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import io
 import itertools
+import json
 import os
 import random
 import statistics
@@ -152,6 +153,44 @@ def litdata_mix(target: Path, workers: int, samples: int) -> Iterator[torch.Tens
     yield from itertools.islice(StreamingDataLoader(mixed, batch_size=BATCH, num_workers=workers), samples // BATCH)
 
 
+def prepare_energon(folder: Path, target: Path) -> None:
+    """Links to the shards with Energon's own index beside them."""
+    for name in WEIGHTS:
+        (target / name).mkdir(parents=True)
+        for shard in folder.glob(f"{name}-*.tar"):
+            (target / name / shard.name).hardlink_to(shard)
+        options = ["--non-interactive", "--split-ratio", "1,0,0", "--sample-type", "CrudeWebdataset", "--num-workers", "1"]
+        command = [sys.executable, "-m", "megatron.energon.cli.main", "prepare", str(target / name), *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    blend = [{"weight": weight, "path": f"./{name}"} for name, weight in WEIGHTS.items()]
+    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": blend}}}
+    (target / "mix.yaml").write_text(json.dumps(content))  # JSON is YAML
+
+
+def energon_mix(target: Path, workers: int, samples: int) -> Iterator[torch.Tensor]:
+    from megatron.energon import Cooker, WorkerConfig, get_loader, get_train_dataset, stateless
+    from megatron.energon.task_encoder.base import DefaultTaskEncoder
+
+    @stateless
+    def as_it_is(sample: Any) -> Any:
+        return sample
+
+    class Pictures(DefaultTaskEncoder):
+        cookers = [Cooker(as_it_is)]
+        decoder = None
+
+        def encode_sample(self, sample: Any) -> torch.Tensor:
+            return torch.from_numpy(images.decode(sample["jpg"]))
+
+        def batch(self, samples: list[torch.Tensor]) -> torch.Tensor:
+            return default_collate(samples)
+
+    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+    options: dict[str, Any] = dict(shuffle_buffer_size=100, max_samples_per_sequence=100, task_encoder=Pictures())
+    mixed = get_train_dataset(target / "mix.yaml", worker_config=config, batch_size=BATCH, **options)
+    yield from itertools.islice(get_loader(mixed), samples // BATCH)
+
+
 def timed(batches: Iterator[torch.Tensor]) -> tuple[int, float, float]:
     """Samples, seconds, and processor seconds with those of the workers."""
     begin, used, count = time.perf_counter(), sum(os.times()[:4]), 0
@@ -204,16 +243,20 @@ def main(arguments: list[str]) -> None:
         folder = Path(name)
         draw(folder, int(given["edge"]), 2 * samples)  # more than a turn reads: litdata's smallest source must not end it
         data = module(folder, folder / "cache")
-        has_litdata = importlib.util.find_spec("litdata") is not None
-        if has_litdata:
+        peers = [name for name in ("litdata", "megatron") if importlib.util.find_spec(name) is not None]
+        if "litdata" in peers:
             write_litdata(folder, folder / "litdata")
+        if "megatron" in peers:
+            prepare_energon(folder, folder / "energon")
         for workers in map(int, given["workers"].split(",")):
             loaders: dict[str, Callable[[], Iterator[torch.Tensor]]] = {
                 "ours": lambda workers=workers: ours(data, workers, samples),  # type: ignore[misc]
                 "RandomMix": lambda workers=workers: random_mix(folder, workers, samples),  # type: ignore[misc]
             }
-            if has_litdata:
+            if "litdata" in peers:
                 loaders["litdata"] = lambda workers=workers: litdata_mix(folder / "litdata", workers, samples)  # type: ignore[misc]
+            if "megatron" in peers:
+                loaders["Energon"] = lambda workers=workers: energon_mix(folder / "energon", workers, samples)  # type: ignore[misc]
             turns: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}  # seconds and processor seconds a sample
             for _ in range(int(given["rounds"]) + 1):
                 turn = list(loaders)
