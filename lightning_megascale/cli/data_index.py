@@ -210,7 +210,7 @@ def write(
     console.print(
         f"{many(written.samples, 'sample')} in {many(len(written.shards), 'shard')}, {size(total)}: {out}", highlight=False, markup=False
     )
-    left_out = [(key, f"the picture {name} is missing") for key, name in written.missing] + written.bad
+    left_out = [(key, f"the file {name} is missing") for key, name in written.missing] + written.bad
     for key, reason in left_out[:10]:
         console.print(f"left out {key}: {reason}", highlight=False, markup=False, soft_wrap=True)
     if left_out:

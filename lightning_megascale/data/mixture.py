@@ -118,6 +118,7 @@ class MixtureDataModule(PositionedDataModule):
             weights=weights,
             num_workers=num_workers,
             shuffle_window=shuffle_window,
+            lanes=lanes,
             pad_multiple=pad_multiple,
             cache_gigabytes=cache_gigabytes,
             seed=seed,
@@ -228,7 +229,11 @@ class MixtureDataModule(PositionedDataModule):
         if self.rows == "padded":
             return 0, self.lanes
         mean = float(plain.lengths(0, min(_MEASURED, self.schedule.total or _MEASURED)).mean())
-        return choose_groups(self.sequence_length, mean, self.lanes, self.packing_window)
+        window, groups = choose_groups(self.sequence_length, mean, self.lanes, self.packing_window)
+        held = sum(order.size for order in plain.orders)
+        if self.schedule.total is None and self.packing_window is None and window > held:  # rows of one epoch, not of many together
+            window, groups = choose_groups(self.sequence_length, mean, self.lanes, held)
+        return window, groups
 
     def _packer(self, stream: MixtureStream, window: int, groups: int) -> Packer:
         starts = [self.schedule.stage_start(number) for number in range(len(self.schedule.stages))]
@@ -332,13 +337,18 @@ class MixtureDataModule(PositionedDataModule):
             return samples
         windows = self.packer.window_at(samples - 1) + 1
         if windows * self.packer.window <= _COUNTED:
-            return self.packer.count(windows)
+            return -(-self.packer.count(windows) * samples // self._samples_in(windows))
         if self.trainer is None or self.trainer.max_steps < 0:
             raise ValueError(
                 f"this run packs {samples:,} samples in {windows:,} windows, and how many rows they make is only known once they are"
                 " planned: set trainer.max_steps"
             )
         return samples  # an upper bound: max_steps ends the run
+
+    def _samples_in(self, windows: int) -> int:
+        """Samples of the first packing windows."""
+        assert self.packer is not None
+        return sum(self.packer.span(windows - 1))
 
     def metrics(self) -> dict[str, float]:
         """For loggers: the share of each source in what was trained on so far, and how many bad samples are listed.

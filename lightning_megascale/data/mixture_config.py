@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from lightning_megascale.data.collate import pack_rows, pad_rows
+from lightning_megascale.data.packing import LARGEST_WINDOW
 from lightning_megascale.data.positioned import Batch
 from lightning_megascale.data.sharing import SHARES
+from lightning_megascale.data.shuffle import LARGEST_LANES
 from lightning_megascale.data.source_config import SourceConfig
 
 ROWS = ("packed", "padded", "bucketed")
@@ -24,7 +26,7 @@ def check_arguments(**given: Any) -> None:
     Raises:
         ValueError: listing them.
     """
-    at_least = {"sequence_length": 2, "batch_size": 1, "num_workers": 0, "shuffle_window": 1, "pad_multiple": 1}
+    at_least = {"sequence_length": 2, "batch_size": 1, "num_workers": 0, "shuffle_window": 1, "pad_multiple": 1, "lanes": 1}
     wrong = [
         f"{name}={given[name]!r}: a whole number, at least {least}" for name, least in at_least.items() if not _whole(given[name], least)
     ]
@@ -43,6 +45,9 @@ def check_arguments(**given: Any) -> None:
     for name, least in (("packing_window", 1), ("steps_per", 1)):
         if given[name] is not None and not _whole(given[name], least):
             wrong.append(f"{name}={given[name]!r}: None, or a whole number, at least {least}")
+    for name, most in (("packing_window", LARGEST_WINDOW), ("lanes", LARGEST_LANES)):
+        if _whole(given[name], 1) and given[name] > most:
+            wrong.append(f"{name}={given[name]}: at most {most}")
     if not isinstance(given["seed"], int):
         wrong.append(f"seed={given['seed']!r}: a whole number")
     if given["cu_seqlens"] and given["rows"] != "packed":

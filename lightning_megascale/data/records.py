@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+_log = logging.getLogger(__name__)
 TEXT_FILES, CONVERSATION_FILES = ("txt", "text", "caption"), ("json",)
 IMAGE_FILES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 
@@ -27,17 +29,25 @@ def read_folder(folder: Path) -> Iterator[Record]:
     """The samples of a folder and those below it, sorted by key; names that begin with a dot are left out.
 
     Raises:
-        ValueError: for keys with dots, no samples, or a key with two texts or two pictures.
+        ValueError: for keys with dots, no samples, a link in a circle, or a key with two texts or two pictures.
     """
     found: dict[str, dict[str, Path]] = {}
+    others: list[Path] = []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if (here := Path(place).resolve()).is_relative_to(target := (Path(place) / name).resolve()):
+                raise ValueError(f"{Path(place) / name} is a link that leads back to {target}, above {here}: remove it")
         for path in (Path(place) / name for name in names if not name.startswith(".")):
             if (extension := path.suffix[1:].lower()) in TEXT_FILES + CONVERSATION_FILES + IMAGE_FILES:
                 key = path.relative_to(folder).with_suffix("").as_posix()
                 if extension in found.setdefault(key, {}):
                     raise ValueError(f"{folder}: {key!r} has two files {extension!r} whose extensions differ in case only; rename one")
                 found[key][extension] = path
+            else:
+                others.append(path)
+    if others:
+        _log.warning("%s: %d files of other kinds are left out, the first is %s", folder, len(others), others[0].relative_to(folder))
     _refuse_names(folder, found)
     if not found:
         known = ", ".join(TEXT_FILES + CONVERSATION_FILES + IMAGE_FILES)

@@ -17,6 +17,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _SHARDS, _WINDOW, _LANES = 1, 2, 3
 _LANE_BITS = 16
+LARGEST_LANES = 1 << _LANE_BITS
 _LANE_ROWS = 64  # fewer in a lane are shuffled among too few
 _CACHED = 4  # windows and epochs kept, each
 

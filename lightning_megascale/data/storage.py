@@ -29,6 +29,10 @@ __all__ = ["ShardStore", "expand"]
 
 OPEN_FILES = 32
 KEPT_FILES = 128  # open ones that are needed next, where the cache has a limit
+_VERSIONS = (  # what fsspec's file systems say of an object's content or time, the surest first
+    *("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "generation", "mtime"),
+    *("LastModified", "last_modified", "Last-Modified", "updated", "created"),
+)
 _AT_ONCE = 1 << 30  # bytes one pread is asked for; Linux gives 2 GiB at most
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -314,7 +318,7 @@ def _content(url: str, timeout_seconds: float) -> bytes:
 
 
 def _size_and_version(information: dict[str, Any]) -> tuple[int | None, str]:
-    for name in ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated", "created"):
+    for name in _VERSIONS:
         if information.get(name):
             return information.get("size"), f"{name}={information[name]}"
     return information.get("size"), ""

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass
 class Written:
-    """What was written, and what was left out: (key, file) of missing pictures, (key, reason) of bad samples."""
+    """What was written, and what was left out: (key, file) of missing files, (key, reason) of bad samples."""
 
     shards: list[Path] = field(default_factory=list)
     samples: int = 0
@@ -86,9 +86,9 @@ def write_samples(
     pattern = str(out / prefix).replace("%", "%%") + "-%06d.tar"
 
     def prepare(record: Record) -> dict[str, Any] | tuple[str, str] | BadSample:
-        for picture in record.pictures:
-            if not picture.is_file():
-                return record.key, str(picture)
+        for path in (*record.pictures, *([record.text] if isinstance(record.text, Path) else [])):
+            if not path.is_file():
+                return record.key, str(path)
         try:
             sample = _raw(record)
             return _preprocess(sample, context, pixels) if preprocessed and context is not None else sample
@@ -214,7 +214,7 @@ def _members(key: str, sample: dict[str, Any]) -> dict[str, Any]:
 def _first_reason(report: Written) -> str:
     if report.missing:
         key, name = report.missing[0]
-        return f"{len(report.missing)} pictures are missing, the first is {name!r} of {key!r}: set image_folder"
+        return f"{len(report.missing)} files are missing, the first is {name!r} of {key!r}: set image_folder"
     return f"{len(report.bad)} are bad, the first is {report.bad[0][0]!r}: {report.bad[0][1]}" if report.bad else "there is none"
 
 

@@ -364,6 +364,21 @@ def test_validation_reads_each_sample_once(rows: str, made: Any, urls: dict[str,
     assert set(found.values()) == {1}
 
 
+@pytest.mark.parametrize("rows", ["packed", "bucketed", "padded"])
+def test_an_epoch_without_stages_has_the_rows_of_its_samples(rows: str, tmp_path: Path) -> None:
+    """However small the sources are against the samples that are planned together."""
+    urls = write(tmp_path, "a", (7, 13))
+    data = module({"a": urls}, tmp_path, None, rows=rows, sequence_length=64, batch_size=1)
+    seen = keys(data, 0, 40)
+    assert sorted(seen[:20]) == sorted(seen[20:]) and len(set(seen[:20])) == 20
+    length = len(data.train_dataloader())
+    rows_of = data.take(0, length)
+    if data.packer is None:
+        assert rows_of == list(range(20))
+    else:
+        assert sorted(position for row in rows_of for position in data.packer.sequence(row)) == list(range(20))
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +395,10 @@ def test_validation_reads_each_sample_once(rows: str, made: Any, urls: dict[str,
         (dict(urls={}), "sources: give at least one"),
         (dict(seed="a"), "seed='a': a whole number"),
         (dict(packing_window=0), "packing_window=0: None, or a whole number"),
+        (dict(packing_window=1 << 21), "packing_window=2097152: at most 1048576"),
+        (dict(lanes=0), "lanes=0: a whole number, at least 1"),
+        (dict(lanes=2.5), "lanes=2.5: a whole number"),
+        (dict(lanes=1 << 40), "lanes=1099511627776: at most 65536"),
         (dict(cu_seqlens=True), "cu_seqlens=True with rows='padded'"),
         (dict(validation=["x"]), "validation=\\['x'\\]: a mapping"),
     ],

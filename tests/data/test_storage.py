@@ -365,6 +365,18 @@ def test_a_new_version_of_a_remote_shard_is_fetched(tmp_path: Path, memory: str)
     assert index.key(0) == "000070" and store.read(url, *index.span(0, "txt")) == b"caption 70"
 
 
+def test_a_new_version_on_a_server_that_tells_only_the_time(tmp_path: Path, server: Server) -> None:
+    url, place = f"{server.url}/000.tar", tmp_path / "served" / "000.tar"
+    assert store_of(tmp_path).index(url).key(0) == "000000"
+    size = place.stat().st_size
+    write_tar(place, 5, first=70)
+    os.utime(place, (place.stat().st_atime, place.stat().st_mtime + 5))
+    assert place.stat().st_size == size
+    store = store_of(tmp_path)
+    index = store.index(url)
+    assert index.key(0) == "000070" and store.read(url, *index.span(0, "txt")) == b"caption 70"
+
+
 def test_a_damaged_copy_can_be_discarded_and_a_short_one_is_never_used(tmp_path: Path, memory: str) -> None:
     url, good = f"{memory}/000.tar", tar_bytes(files(5))
     store = store_of(tmp_path)

@@ -119,6 +119,24 @@ def test_preprocessed_shards_give_the_batches_of_raw_ones(tmp_path: Path, pixels
     assert ("pixels.npy" in size) == (pixels == "npy")
 
 
+def test_links_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("b")
+    (folder / "sub" / "a.txt").write_text("a")
+    (folder / "sub" / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (folder / "sub" / "rows.jsonl").write_text("{}")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    report = write_samples(folder, tmp_path / "out")
+    assert list(members(report.shards[0])) == ["linked/b.txt", "sub/a.txt"]
+    assert report.missing == [("sub/gone", str(folder / "sub" / "gone.txt"))]
+    assert "1 files of other kinds are left out, the first is sub/rows.jsonl" in caplog.text
+    (folder / "sub" / "round").symlink_to(folder)
+    with pytest.raises(ValueError, match="sub/round is a link that leads back to .*in, above .*sub: remove it"):
+        write_samples(folder, tmp_path / "again")
+
+
 def test_a_folder_of_pictures_and_captions(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / "cats").mkdir(parents=True)
@@ -174,7 +192,7 @@ def test_folders_that_are_no_samples_are_refused(tmp_path: Path, names: list, me
         ('[{"image": ["/etc/x.jpg"]}]', "record 0 names the picture '/etc/x.jpg'"),
         (
             '[{"image": "x.jpg"}]',
-            "no sample could be written; 1 pictures are missing, the first is .*x.jpg' of '000000000': set image_folder",
+            "no sample could be written; 1 files are missing, the first is .*x.jpg' of '000000000': set image_folder",
         ),
         ('[{"id": 1}]', "no sample could be written; 1 are bad, the first is '000000000': the conversation is no list of turns"),
         ("[]", "no sample could be written; there is none"),
