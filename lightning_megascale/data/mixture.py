@@ -66,7 +66,7 @@ class MixtureDataModule(PositionedDataModule):
         shuffle_window: samples of a source that are shuffled together; more mix better, fewer open fewer shards.
         lanes: how many classes of positions read neighbouring samples, so that a rank opens few shards; a multiple of the data-parallel
             size; 1 with ``weights="tokens"``. Packed and bucketed rows take at most 64, and hold samples of one class each.
-        packing_window: samples whose rows are planned together; None: at least 256 rows' worth, and 128 rows' worth for each lane.
+        packing_window: samples whose rows are planned together; None: at least 256 rows' worth, and 256 rows' worth for each lane.
         pad_multiple: of bucketed rows.
         steps_per: samples of an optimizer step, for stages counted in steps; None: from the trainer.
         cache_dir: where remote shards and indexes go; None means $MEGASCALE_CACHE, or ~/.cache/lightning_megascale.

@@ -23,7 +23,7 @@ _SHIFT = 20
 _IN_WINDOW = (1 << _SHIFT) - 1
 LARGEST_WINDOW = 1 << _SHIFT
 _SEQUENCES_PER_WINDOW, _SMALLEST_WINDOW = 256, 8192
-_SEQUENCES_PER_GROUP, _SMALLEST_GROUP, _MOST_GROUPS, _LARGEST_GROUPED = 128, 1024, 64, 1 << 18
+_SEQUENCES_PER_GROUP, _SMALLEST_GROUP, _MOST_GROUPS, _LARGEST_GROUPED = 256, 1024, 64, 1 << 18
 _SAMPLES, _SEQUENCES, _DEALT, _TIES, _BATCHES = 11, 12, 13, 21, 22  # keys of the shuffles
 _KEPT = 4  # windows whose plan a Packer remembers: a batch may span two
 
@@ -136,7 +136,7 @@ def choose_groups(capacity: int, mean_length: float, lanes: int, window: int | N
     """Samples of a window, and into how many groups it is parted by position, each of which is packed by itself.
 
     Positions equal modulo the groups read neighbouring samples of a source (``SourceOrder``'s lanes), so sequences that hold positions of
-    one group only, dealt to ranks in turn, let a rank open few shards. A group fills 128 to 512 sequences and has at least 1,024 samples;
+    one group only, dealt to ranks in turn, let a rank open few shards. A group fills 256 to 1,024 sequences and has at least 1,024 samples;
     a window that is chosen for groups has at most 262,144, which are planned in half a second.
 
     Args:

@@ -311,8 +311,8 @@ def test_groups_out_of_range_are_refused(groups: int) -> None:
 
 def test_windows_of_groups() -> None:
     assert choose_groups(4096, 491, 1024) == (262_144, 64) and choose_groups(4096, 491, 1) == (8192, 1)
-    assert choose_groups(131_072, 495, 1024) == (262_144, 4) and choose_groups(4096, 491, 48) == (65_536, 16)
-    assert choose_groups(4096, 491, 1024, 8192) == (8192, 4)  # a window that is given stays
+    assert choose_groups(131_072, 495, 1024) == (262_144, 2) and choose_groups(4096, 491, 48) == (131_072, 16)
+    assert choose_groups(4096, 491, 1024, 8192) == (8192, 2)  # a window that is given stays
 
 
 def test_ranks_that_take_packed_rows_in_turn_read_few_shards() -> None:
