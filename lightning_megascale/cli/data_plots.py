@@ -103,7 +103,15 @@ def _shares(axis: Any, found: MixStats) -> None:
         axis.text((stage.start + stage.end) / 2, 1.015, _short(stage.name, 16), ha="center", fontsize=9)
     axis.set(xlim=(0, edges[-1]), ylim=(0, 1), xlabel="position of the run", ylabel=f"share of {found.unit}")
     axis.set_title("drawn (colours) and wanted (dashes)", pad=20)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _round_numbers(axis)
+
+
+def _round_numbers(axis: Any) -> None:
+    """Few labels, such as 250k: whole numbers of many digits run into each other."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.locator_params(axis="x", nbins=7)
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _amounts(axis: Any, found: MixStats) -> None:
@@ -119,7 +127,7 @@ def _amounts(axis: Any, found: MixStats) -> None:
         axis.text(left[place], place, text, va="center", fontsize=9)
     what = "tokens" if found.lengths is not None else "samples"
     axis.set(title=f"{what} of each stage", xlabel=what, xlim=(0, 1.25 * left.max()))
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _round_numbers(axis)
     axis.invert_yaxis()
 
 
