@@ -55,7 +55,19 @@ def test_models_may_not_import_torch_distributed(file, banned):
 
 @pytest.mark.parametrize(
     "module",
-    ["", ".plan", ".support", ".layout", ".layout_huggingface", ".models.config", ".models.presets", ".cli.__main__", ".cli.config"],
+    [
+        "",
+        ".plan",
+        ".support",
+        ".layout",
+        ".layout_huggingface",
+        ".models.config",
+        ".models.presets",
+        ".topology.readers",
+        ".topology.describe",
+        ".cli.__main__",
+        ".cli.config",
+    ],
 )
 def test_what_a_planner_reads_loads_no_torch(module):
     code = (

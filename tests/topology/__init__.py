@@ -1,0 +1,1 @@
+"""Tests of clusters as data and of the readers of fabrics."""
