@@ -6,7 +6,9 @@ from importlib import import_module
 
 VERBS = {
     "train": "train a recipe; starts its own ranks when nobody else did",
+    "plan": "search the best parallel plan of a model on a cluster",
     "verify": "prove on your own model that a plan gives the numbers of one device",
+    "dryrun": "run a plan of any size on ranks that do not exist, for its bytes, FLOPs and messages",
     "checkpoint": "list, check, reshard and export checkpoints",
     "data": "index, lint, preview, count and write the shards that a run reads",
     "recipes": "list the recipes",

@@ -117,6 +117,8 @@ class TrainConfig:
     callbacks: Any = None
     logger: Any = None
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    cluster: Any = None  # where the run is meant to be: what plan=auto, megascale plan and dryrun plan for; null: these ranks, FSDP2
+    plan_file: str | None = None  # a plan that megascale plan out=FILE wrote, in the place of the plan group
 
 
 def recipe_files(folder: Path) -> dict[str, Path]:

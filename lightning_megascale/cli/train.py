@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_megascale.cli import config, launch, prepare, resume, values
 from lightning_megascale.cli.errors import UserError, explain, stop
+from lightning_megascale.plan import ParallelPlan
 
 _ASKED = os.environ.get("HYDRA_FULL_ERROR")
 _COMPOSED: list[bool] = []  # not empty while a run is ours, no longer Hydra's
@@ -146,12 +147,54 @@ def finish(cfg: DictConfig, ranks: int) -> prepare.Prepared:
     Raises:
         UserError: for a plan or a batch that cannot be.
     """
-    plan = prepare.make_plan(OmegaConf.to_container(cfg.plan, resolve=True), ranks)  # type: ignore[arg-type]
-    plan, batch = prepare.add_batch(plan, cfg.batch.global_size, cfg.batch.micro_size)
+    plan = _plan(cfg, ranks)
+    plan, batch = prepare.add_batch(
+        plan, cfg.batch.global_size, plan.microbatch_size if cfg.batch.micro_size is None else cfg.batch.micro_size
+    )
     cfg.batch.micro_size = plan.microbatch_size  # data and others refer to these
     cfg.batch.loader_size = prepare.loader_rows(plan)
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     return prepare.Prepared(options, plan, batch)
+
+
+def _plan(cfg: DictConfig, ranks: int) -> ParallelPlan:
+    """The resolved plan: of ``plan_file``, of the search where plan=auto knows the cluster, or of the plan group."""
+    values: dict[str, Any] = OmegaConf.to_container(cfg.plan, resolve=True)  # type: ignore[assignment]
+    choice = HydraConfig.get().runtime.choices["plan"] if HydraConfig.initialized() else None
+    if cfg.plan_file is not None:
+        return _plan_of_file(cfg, ranks)
+    if choice != "auto" or cfg.cluster is None:
+        return prepare.make_plan(values, ranks)
+    from lightning_megascale.cli.setting import cluster_of, model_shape, planned, setting_of
+
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    setting = setting_of(
+        model_shape(plain["model"], HydraConfig.get().runtime.choices["model"]),
+        cluster_of(plain["cluster"]),
+        sequence_length=cfg.batch.sequence_length,
+        global_batch_size=cfg.batch.global_size,
+        precision=cfg.trainer.precision,
+    )
+    return planned(setting, ranks, values, cfg.batch.micro_size, HydraConfig.get().overrides.task).resolve(ranks)
+
+
+def _plan_of_file(cfg: DictConfig, ranks: int) -> ParallelPlan:
+    """The plan of ``plan_file``, which says the batch too.
+
+    Raises:
+        UserError: for another global batch or microbatch than the run's, and for what the plan violates.
+    """
+    from lightning_megascale.planning.plan_file import read_plan
+
+    try:
+        plan = read_plan(cfg.plan_file)
+        for name, key in (("global_batch_size", "global_size"), ("microbatch_size", "micro_size")):
+            ours, theirs = cfg.batch[key], getattr(plan, name)
+            if ours is not None and theirs is not None and ours != theirs:
+                raise UserError(f"plan_file={cfg.plan_file}: its {name} is {theirs}, and batch.{key}={ours}: say batch.{key}={theirs}")
+        return plan.resolve(ranks)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def check(options: dict[str, Any], ranks: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Stream = Literal["tokens", "source"]
@@ -218,10 +219,16 @@ class ModelShape:
     tied: bool
     longest: int | None = None
 
-    @property
+    @cached_property
     def kinds(self) -> dict[LayerKind, int]:
         """Each kind of block, in order, with how many blocks are of it."""
         return dict(Counter(self.layers))
+
+    @cached_property
+    def kind_numbers(self) -> tuple[int, ...]:
+        """For each block the place of its kind in ``kinds``."""
+        number = {kind: index for index, kind in enumerate(self.kinds)}
+        return tuple(number[kind] for kind in self.layers)
 
     @property
     def has_source(self) -> bool:

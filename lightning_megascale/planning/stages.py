@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from lightning_megascale.planning.shape import LayerKind, ModelShape
+from lightning_megascale.planning.shape import LayerKind, ModelShape, Stream
 from lightning_megascale.support import V_SCHEDULES
 
 
@@ -31,7 +30,6 @@ def split_model(model: ModelShape, stages: int, sequence_length: int | None = No
     return _counts(model, stages, cut_points(model, stages, sequence_length))
 
 
-@lru_cache(maxsize=4096)
 def cut_points(model: ModelShape, stages: int, sequence_length: int | None = None) -> tuple[int, ...]:
     """The part with which each stage but the first begins: part 0 is the embedding, part 1 + i block i, the last one the head.
 
@@ -46,6 +44,16 @@ def cut_points(model: ModelShape, stages: int, sequence_length: int | None = Non
     return cut(costs, stages)
 
 
+def split_names(model: ModelShape, stages: int, block: str) -> list[str]:
+    """The cut as ``pipeline_split`` takes it: the block with which each stage but the first begins, or "last".
+
+    Args:
+        block: how a block is called, with {} for its number, such as "layers.{}".
+    """
+    names = ["", *(block.format(number) for number in range(len(model.layers))), "last"]
+    return [names[start] for start in cut_points(model, stages)]
+
+
 def stage_owners(stages: int, ranks: int, schedule: str) -> np.ndarray:
     """The pipeline rank of each stage, int64 (S,): round robin, or down and up again for V-shaped schedules.
 
@@ -56,7 +64,8 @@ def stage_owners(stages: int, ranks: int, schedule: str) -> np.ndarray:
     return np.minimum(stage, 2 * ranks - 1 - stage) if schedule in V_SCHEDULES else stage % ranks
 
 
-def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     """Where each stage but the first begins, so that the dearest stage is as cheap as it can be; among those cuts the most even one.
 
     Args:
@@ -86,23 +95,22 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _part_costs(model: ModelShape, sequence_length: int | None) -> tuple[float, ...]:
-    of_kind = {kind: _block_cost(kind, sequence_length) for kind in model.kinds}
+    of_kind = [_block_cost(kind, sequence_length) for kind in model.kinds]
     head = sum(matmul.inputs * matmul.outputs * matmul.per_token for matmul in model.head)
-    return (float(model.hidden_size), *(of_kind[kind] for kind in model.layers), float(head))
+    return (float(model.hidden_size), *(of_kind[number] for number in model.kind_numbers), float(head))
 
 
 def _block_cost(kind: LayerKind, sequence_length: int | None) -> float:
     """Multiplications of one token's forward."""
-    cost = sum(matmul.inputs * matmul.outputs * matmul.per_token for matmul in kind.matmuls)
+    cost = 0.0 + sum(matmul.inputs * matmul.outputs * matmul.per_token for matmul in kind.matmuls)
     if sequence_length is not None:
-        row = {"tokens": (sequence_length,), "source": (sequence_length,)}
-        cost += sum(core.flops(row).forward for core in kind.cores) / 2 / sequence_length  # type: ignore[arg-type]
-    return float(cost)
+        row: dict[Stream, tuple[int, ...]] = {"tokens": (sequence_length,), "source": (sequence_length,)}
+        cost += sum(core.flops(row).forward for core in kind.cores) / 2 / sequence_length
+    return cost
 
 
 def _counts(model: ModelShape, stages: int, starts: tuple[int, ...]) -> np.ndarray:
-    number = {kind: index for index, kind in enumerate(model.kinds)}
-    counts = np.zeros((stages, len(number)), dtype=np.int64)
+    counts = np.zeros((stages, len(model.kinds)), dtype=np.int64)
     stage_of = np.searchsorted(np.array(starts), np.arange(1, len(model.layers) + 1), side="right")
-    np.add.at(counts, (stage_of, np.array([number[kind] for kind in model.layers])), 1)
+    np.add.at(counts, (stage_of, np.array(model.kind_numbers)), 1)
     return counts

