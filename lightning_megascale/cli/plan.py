@@ -27,6 +27,9 @@ USAGE = """megascale plan recipe=NAME or model=NAME or hf=FOLDER [cluster=NAME] 
   plan_file=FILE           shows this plan as it is written, beside the best
   top=10                   how many plans to show
   profile=FILE             constants that megascale plan profile measured, in the place of the stack's own
+  fabric=FILE              nodes and switches of a real fabric (Slurm's topology.conf, ibnetdiscover, labels of topograph),
+                           with the speeds of the cluster
+  hosts=FILE ranks=FILE    places the best plan: the hosts in rank order (Slurm), and the strategy's placement
   out=plan.yaml            writes the best plan; megascale train plan_file=plan.yaml runs it
   png=plan.png             draws its timeline, memory and placement
   --config-dir FOLDER      recipes and groups of your own
@@ -38,7 +41,7 @@ megascale plan profile [out=FILE.yaml]
 
   Exit code: 0 a plan was found, 2 none can be or something was asked for wrongly."""
 
-_OWN = ("hf", "gpus", "gpu", "top", "out", "png", "plan_file", "profile", "rows", "cluster")
+_OWN = ("hf", "gpus", "gpu", "top", "out", "png", "plan_file", "profile", "fabric", "hosts", "ranks", "rows", "cluster")
 _DEFAULT_CLUSTER = "h100_1024"
 _DEFAULT_TOKENS = 2**22
 
@@ -135,6 +138,10 @@ def _search(request: Request) -> int:
         raise UserError(explain_nothing(result, fixed, whole))
     if "out" in own:
         _write(result, own["out"], request)
+    if {"fabric", "hosts", "ranks"} & set(own):
+        from lightning_megascale.cli.plan_place import place_best
+
+        place_best(result.best[0], whole, own)
     if "png" in own:
         from lightning_megascale.cli.plan_png import draw
 
@@ -147,7 +154,7 @@ def _given_plan(own: dict[str, str], setting: Any) -> Any:
     """The estimate of ``plan_file=``, or None."""
     if "plan_file" not in own:
         return None
-    from lightning_megascale.planning.estimate import estimate
+    from lightning_megascale.planning.estimates import estimate
     from lightning_megascale.planning.plan_file import read_plan
 
     plan = read_plan(own["plan_file"])
@@ -198,6 +205,10 @@ def _setting(request: Request, cfg: dict[str, Any]) -> tuple[Any, list[str], Any
         assumed.append(f"cluster={_DEFAULT_CLUSTER}")
     gpus = number("gpus", own["gpus"], int, 1) if "gpus" in own else None
     whole = cluster.cut(gpu=own.get("gpu"))
+    if "fabric" in own:
+        from lightning_megascale.topology.readers import read_fabric
+
+        whole = read_fabric(own["fabric"]).cluster(like=whole)
     cluster = whole.cut(gpus=gpus)
     from_recipe = any(item.startswith("recipe=") for item in request.overrides)
     given = {item.partition("=")[0] for item in request.overrides}

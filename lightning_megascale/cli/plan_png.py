@@ -12,7 +12,7 @@ from lightning_megascale.planning.timeline import timeline
 from lightning_megascale.support import SCHEDULES
 
 if TYPE_CHECKING:
-    from lightning_megascale.planning.estimate import Estimate
+    from lightning_megascale.planning.estimates import Estimate
 
 _KINDS = {"forward": "#4c78a8", "backward": "#f58518", "inputs": "#f58518", "weights": "#eeca3b"}
 _PARTS = {"parameters": "#4c78a8", "gradients": "#72b7b2", "optimizer": "#54a24b", "unsharded": "#b279a2", "activations": "#f58518",

@@ -134,7 +134,7 @@ def _seconds(work: Callable[[], Any], rounds: int = 7) -> float:
 
 
 def _reduced_bytes_per_s() -> float | None:
-    """What each rank of this machine sends a second in an all-reduce of 64 MB: 2 (g - 1) / g of the buffer over its time; None with one GPU."""
+    """What each rank of this machine sends a second in an all-reduce of 64 MB, 2 (g - 1) / g of it; None with one GPU."""
     import torch
     from torch import multiprocessing
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_megascale.cli.errors import UserError
 from lightning_megascale.planning.accuracy import Errors, Ranking
-from lightning_megascale.planning.estimate import Estimate, estimate
+from lightning_megascale.planning.estimates import Estimate, estimate
 from lightning_megascale.planning.rows import MeasuredRow, read_rows_and_reasons, write_predictions
 from lightning_megascale.planning.stacks import with_constants
 

@@ -14,7 +14,7 @@ from lightning_megascale.planning.candidates import CHECKPOINTING, METHODS, SHAR
 from lightning_megascale.support import SCHEDULES
 
 if TYPE_CHECKING:
-    from lightning_megascale.planning.estimate import Estimate
+    from lightning_megascale.planning.estimates import Estimate
     from lightning_megascale.planning.search import SearchResult
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")

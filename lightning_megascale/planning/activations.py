@@ -67,8 +67,8 @@ class Activations:
         full, selective = mode == CHECKPOINTING.index("full"), mode == CHECKPOINTING.index("selective")
         everything, arrived = self._everything(kind), self._arrived(kind)
         kept = np.select([full, selective], [self.hidden_bytes() + arrived, self._selective(kind, everything)], everything)
-        again = np.maximum(everything - kept, 0.0)
-        return Block(kept, again + self._gradients(kind), self._buffers(kind))
+        gradients = self._gradients(kind)
+        return Block(kept, np.maximum(everything - kept, 0.0) + gradients, self._buffers(kind, gradients))
 
     # ---- nothing recomputed ----
 
@@ -196,21 +196,22 @@ class Activations:
             found.append((experts.per_token * experts.outputs / 2 * self.stack.expert_imbalance, self.stack.expert_kept, 2))
         return found
 
-    def _buffers(self, kind: LayerKind) -> np.ndarray:
-        """Rows on their way to experts, sent and received; keys and values of other ranks, as attention's method moves them."""
-        total = np.zeros(len(self.plans))
-        if kind_has_experts(kind):
-            total = total + np.where(self.plans.ep > 1, 2 * self._expert_rows(kind) * self.hidden * self.element, 0.0)
+    def _buffers(self, kind: LayerKind, gradients: np.ndarray) -> np.ndarray:
+        """Rows on their way to experts, sent and received; keys and values of other ranks, as attention's method moves them.
+
+        Attention's come when a feed-forward's gradients are gone, so only what they need beyond those counts.
+        """
+        plans = self.plans
+        moved = np.zeros(len(plans))
         for core in kind.cores:
-            keys = self.tokens_of[core.keys] * core.kv_heads * (core.query_dim + core.value_dim) * self.element / self.plans.tp
-            queries = self.tokens_of[core.queries] * core.heads * (core.query_dim + core.value_dim) * self.element / self.plans.tp
-            method = self.plans.method
-            moved = np.select(
-                [method == METHODS.index("ring"), method == METHODS.index("allgather")],
-                [4 * keys, 2 * keys * self.plans.cp],  # two blocks and their gradients; all blocks and their gradients
-                2 * (queries + keys),
-            )
-            total = total + np.where(self.plans.cp > 1, moved, 0.0)
+            head = (core.query_dim + core.value_dim) * self.element / plans.tp
+            keys, queries = self.tokens_of[core.keys] * core.kv_heads * head, self.tokens_of[core.queries] * core.heads * head
+            ways = [plans.method == METHODS.index("ring"), plans.method == METHODS.index("allgather")]
+            # two blocks and their gradients; all blocks and their gradients; queries, keys, values and outputs, before and after
+            moved = moved + np.select(ways, [4 * keys, 2 * keys * plans.cp], 2 * (queries + keys))
+        total = np.where(plans.cp > 1, np.maximum(moved - gradients, 0.0), 0.0)
+        if kind_has_experts(kind):
+            total = total + np.where(plans.ep > 1, 2 * self._expert_rows(kind) * self.hidden * self.element, 0.0)
         return total
 
 

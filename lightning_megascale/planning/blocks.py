@@ -28,7 +28,7 @@ EAGER_TRAFFIC = 2.0
 HOST_POWER = 4
 # Of tensor parallelism's collectives that run in pieces beside products; the first piece in and the last out do not, and pieces are
 # slower than the whole. Assumed; torchtitan's fitted rows with and without differ by about that.
-TENSOR_HIDDEN = 0.5
+TENSOR_HIDDEN = 0.4
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,11 @@ class Machine:
         full = cut.checkpointing == CHECKPOINTING.index("full")
         recompute = np.select([full, cut.checkpointing == CHECKPOINTING.index("selective")], [forward, selective], 0.0)
         again = np.where(full, 1.0, 0.0)
+        # torchtitan's policy keeps what reduce-scatters give and runs all-gathers again: half of a forward's collectives.
+        halved = (cut.checkpointing == CHECKPOINTING.index("selective")) & cut.sequence_parallel & (self.stack.selective == "half")
         return Cost(
             forward, backward, matmuls[2], recompute,
-            tensor[0], tensor[1] + again * tensor[0],
+            tensor[0], tensor[1] + np.where(halved, 0.5, again) * tensor[0],
             context[0], context[1] + again * context[0],
             expert, expert * (1 + again),
         )  # fmt: skip
@@ -143,9 +145,9 @@ class Machine:
             forward, inputs, weights = forward + one, inputs + two, weights + three
         logits = tokens * model.vocab_size / (1 if self.stack.whole_logits else cut.tp)
         gathered = self.links.ring_seconds(logits * self.stack.precision.compute_bytes, cut.tp, cut.tp_stride) if self.stack.whole_logits else zero
-        # Cross-entropy: fused, it reads logits and writes their gradient (4; 4). Eager, logits become float32 (6), their maximum, sum
-        # and pick read them again (12), and the backward reads and writes both kinds (14).
-        loss = (4, 4) if self.stack.fused else (18, 14)
+        # Cross-entropy: fused, it reads logits and writes their gradient (4; 4). Else logits become float32 (6), log-softmax reads them twice
+        # and writes (12), and the backward writes one gradient, reads and writes another (16) and makes it small (6).
+        loss = (4, 4) if self.stack.fused_loss else (18, 22)
         return first, dataclasses.replace(
             _nothing(zero),
             forward=forward + traffic_seconds(self.rates, logits * loss[0] + row * 4),
@@ -228,7 +230,10 @@ class Machine:
         gather = self.links.ring_seconds(pairs * cut.cp, cut.cp, cut.cp_stride)
         queries = self._tokens(cut, core.queries) * core.heads / cut.tp * (core.query_dim + core.value_dim) * element
         swap = self.links.all_to_all_seconds(queries + pairs, cut.cp, cut.cp_stride)
-        ways = {"ring": ring, "ulysses": np.array([swap, swap]), "allgather": np.array([gather, 2 * gather])}
+        # What a step of a ring finds is merged with what is there, in float32: bytes for each number of the output, counted by hand.
+        merged = traffic_seconds(self.rates, steps * self._tokens(cut, core.queries) * core.heads / cut.tp * core.value_dim)
+        ring, gather = ring + np.array([24 * merged, 36 * merged]), np.array([gather + 24 * merged, 2 * gather + 36 * merged])
+        ways = {"ring": ring, "ulysses": np.array([swap, swap]), "allgather": gather}
         return np.select([cut.method == METHODS.index(name) for name in METHODS], [ways[name] for name in METHODS]) * (cut.cp > 1)
 
     def _tensor(self, kind: LayerKind, cut: Cut, matmuls: np.ndarray) -> np.ndarray:
@@ -242,9 +247,12 @@ class Machine:
         for part in parts:
             stream = next(matmul.stream for matmul in kind.matmuls if matmul.part == part)
             whole = self._tokens(cut, stream) * self.workload.model.hidden_size * self.stack.precision.compute_bytes
-            reduce, gather = self.links.all_reduce_seconds(whole, cut.tp, cut.tp_stride), self.links.ring_seconds(whole, cut.tp, cut.tp_stride)
-            sent[0] += np.where(cut.sequence_parallel, 2 * gather, reduce)
-            sent[1] += np.where(cut.sequence_parallel, (3 if self.stack.regather else 2) * gather, reduce)
+            reduce, scatter = self.links.all_reduce_seconds(whole, cut.tp, cut.tp_stride), self.links.ring_seconds(whole, cut.tp, cut.tp_stride)
+            gather = scatter
+            if self.rates.element_bytes < 2:  # what is gathered for products in a small dtype travels as parameters do
+                gather = scatter * (self.stack.precision.gather_bytes / self.stack.precision.compute_bytes)
+            sent[0] += np.where(cut.sequence_parallel, gather + scatter, reduce)
+            sent[1] += np.where(cut.sequence_parallel, gather + scatter + gather * self.stack.regather, reduce)
         if not self.stack.overlap_tensor:
             return sent
         return sent - np.minimum(TENSOR_HIDDEN * sent, np.array([matmuls[0], matmuls[1] + matmuls[2]]))
@@ -274,6 +282,8 @@ class Machine:
                 moved += np.array([2 * rows * inputs + 2 * wide, 4 * rows * inputs + 2 * wide])
             if name == "down_proj" and matmul.copies > 1:  # rows are sorted by expert and back, and weighed
                 moved += np.array([10 * rows * hidden, 12 * rows * hidden])
+            if name in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj"):  # heads into the attention kernel's layout, and back
+                moved += 4 * rows * (matmul.inputs if name == "o_proj" else matmul.outputs)
             if name in ("q_proj", "k_proj", "q_b_proj") and self.workload.model.longest is None:  # rotation
                 moved += 4 * rows * matmul.outputs
         return traffic_seconds(self.rates, moved * (1.0 if self.stack.fused else EAGER_TRAFFIC))
@@ -281,8 +291,9 @@ class Machine:
     def _launches(self, kind: LayerKind) -> int:
         """Kernels of a forward: products, attention, and those between, many more when eager. Counted by hand, and rough."""
         attention = 1 if self.stack.flash else 6
-        routed = 20 if any(matmul.copies > 1 for matmul in kind.matmuls) else 0
-        return len(_joined(kind.matmuls, self.stack.joined)) + attention * len(kind.cores) + routed + (12 if self.stack.fused else 30)
+        count = len(_joined(kind.matmuls, self.stack.joined)) + attention * len(kind.cores) + (12 if self.stack.fused else 30)
+        # A router's choice, counting, sorting, sending and unsorting.
+        return count + (40 if any(matmul.copies > 1 for matmul in kind.matmuls) else 0)
 
 
 def _waits(device: np.ndarray, host: float) -> np.ndarray:

@@ -20,6 +20,8 @@ Number = np.ndarray | float | int
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 256, 0.85), (256, 64, 0.85), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
 # Before its first product and after its last a tile loads and stores: as long as this many steps of the inner dimension. Assumed.
 TILE_RAMP = 96
+# Of the bandwidth of memory that products reach where it is their limit. Assumed: what copies of large tensors reach.
+PRODUCT_MEMORY = 0.9
 # A flash kernel reaches its rate on rows much longer than this, and half of it at this length. Read off figures 4 to 6 of Dao 2023,
 # "FlashAttention-2" (causal forward, A100, head 128: 1k tokens 0.67 of 16k's rate, 2k 0.8, 4k 0.9).
 HALF_LENGTH = 512
@@ -35,7 +37,8 @@ class Rates:
         matmul: operations of large products in the stack's dtype, at its best.
         plain: the same in bfloat16, for products that never run in a smaller dtype: routers and logits.
         attention: operations of attention's products.
-        memory: bytes of memory.
+        memory: bytes of memory, of kernels between products.
+        product_memory: the same of products, whose reads are large and regular.
         multiprocessors: of the GPU.
         element_bytes: of an operand of ``matmul``.
     """
@@ -44,6 +47,7 @@ class Rates:
     plain: float
     attention: float
     memory: float
+    product_memory: float
     multiprocessors: int
     element_bytes: float
 
@@ -59,6 +63,7 @@ class Rates:
             plain=plain * stack.matmul_efficiency,
             attention=plain * stack.attention_efficiency,
             memory=gpu.memory_tb_per_s * 1e12 * stack.memory_efficiency,
+            product_memory=gpu.memory_tb_per_s * 1e12 * PRODUCT_MEMORY,
             multiprocessors=gpu.multiprocessors,
             element_bytes={"float8": 1, "int8": 1, "float4": 0.5}.get(dtype, stack.precision.compute_bytes),
         )
@@ -89,7 +94,7 @@ def matmul_seconds(
     best = (waves * tall * wide / share).min(0) * 2.0 * (inner + TILE_RAMP) * rates.multiprocessors / rate
     element = 2 if plain else rates.element_bytes
     moved = groups * ((rows + columns) * inner * element + rows * columns * out_bytes)
-    return np.maximum(best, moved / rates.memory)
+    return np.maximum(best, moved / rates.product_memory)
 
 
 def flash_seconds(rates: Rates, flops: Number, length: Number, *, backward: bool = False) -> np.ndarray:

@@ -14,9 +14,9 @@ from lightning_megascale.topology.describe import cluster_from
 
 # A parameter of Megatron: 2 bytes, an fp32 gradient, an fp32 copy and two fp32 moments: 18 bytes, as Korthikanti et al. 2022, figure 1,
 # draws them (45.56 GiB for an eighth of 22B). Before accumulation in fp32 existed (2021), gradients had 2 bytes.
-_MEGATRON_FP16 = Precision("16-true", "float16", 2, 2, 4, 12, 2, 4, 4)
-_MEGATRON_2021 = Precision("16-true", "float16", 2, 2, 2, 12, 2, 2, 2)
-_MEGATRON_BF16 = Precision("bf16-true", "bfloat16", 2, 2, 4, 12, 2, 4, 4)
+MEGATRON_FP16 = Precision("16-true", "float16", 2, 2, 4, 12, 2, 4, 4)
+MEGATRON_2021 = Precision("16-true", "float16", 2, 2, 2, 12, 2, 2, 2)
+MEGATRON_BF16 = Precision("bf16-true", "bfloat16", 2, 2, 4, 12, 2, 4, 4)
 _FSDP = Precision("bf16-mixed", "bfloat16", 2, 4, 4, 8, 2, 4, 4)
 
 
@@ -84,9 +84,10 @@ class Software:
 # logits in 2 bytes and in 4, which become the softmax, and the gradient in 2 (core/tensor_parallel/cross_entropy.py). A weight's gradient
 # is added to the buffer of all by the product itself (gradient_accumulation_fusion).
 _MEGATRON: Mapping[str, Any] = {
-    "selective": "core", "even_split": True, "scatter_sends": True, "joined": True, "copies_weights": False, "receive_all": False,
+    "selective": "core", "even_split": True,
+    "copies_weights": False, "zeroes_late": False, "receive_all": False, "weight_gradient_bytes": 0,
     "gated_kept": 3, "expert_kept": 3, "router_float32": False,
-    "loss_chunk": None, "logit_bytes": 8, "split_logit_bytes": 8, "weight_gradient_bytes": 0,
+    "loss_chunk": None, "logit_bytes": 8, "split_logit_bytes": 8,
 }  # fmt: skip
 
 
@@ -98,31 +99,28 @@ _OWN = Software(Stack("megascale", _FSDP), keeps_gathered=True)
 # Cases called "cef": cross-entropy in one kernel, logits and their gradient in 2 bytes. A weight's gradient in 4: fitted on its rows.
 _SIMUMAX = {"logit_bytes": 4, "split_logit_bytes": 4, "weight_gradient_bytes": 4, "reserve_bytes": 0.0}
 _SELENE = {"a100": Fabric(8, 25, 20)}  # Narayanan et al. 2021, section 5: eight 200 Gb/s HDR InfiniBand a DGX A100
-# Megatron-Bridge's recipes (src/megatron/bridge/perf_recipes): reductions and gathers overlap under a pipeline too, userbuffers overlap
-# tensor parallelism's collectives, DeepEP or HybridEP send a token once to each node.
-_BRIDGE: Mapping[str, Any] = {"overlap_piped": True, "overlap_tensor": True, "dispatch_hops": 2}
 _OLD = {"flash": False, "dropout": True, "overlap_data": False, "overlap_pipeline": False}  # all-reduce after the backward, sends in line
 
 # Beginning of a row's id -> software. Source of each: the row's own source, and where noted, the repository of the software.
 _SOFTWARE: tuple[tuple[str, Software], ...] = (
     # Narayanan et al. 2021 (SC'21), sections 4 and 5.
-    ("megatron_sc21", Software(_megatron("megatron-2021", _MEGATRON_2021, regather=False, **_OLD), "a100", _SELENE, True)),
+    ("megatron_sc21", Software(_megatron("megatron-2021", MEGATRON_2021, regather=False, **_OLD), "a100", _SELENE, True)),
     # Korthikanti et al. 2022, section 6: regathers under sequence parallelism (section 4.2.2), selective recompute of the core.
-    ("korthikanti", Software(_megatron("megatron-2022", _MEGATRON_FP16, **_OLD), "a100", _SELENE, True)),
+    ("korthikanti", Software(_megatron("megatron-2022", MEGATRON_FP16, **_OLD), "a100", _SELENE, True)),
     # Bang et al. 2024 (vTrain), section IV: A100, four 200 Gb/s HDR a node; Megatron-DeepSpeed with plain data parallelism.
     (
         "vtrain",
-        Software(_megatron("megatron-deepspeed", _MEGATRON_2021, regather=False, **_OLD), "a100", {"a100": Fabric(4, 25, 20)}, True),
+        Software(_megatron("megatron-deepspeed", MEGATRON_2021, regather=False, **_OLD), "a100", {"a100": Fabric(4, 25, 20)}, True),
     ),
     # BigScience's chronicles: Jean Zay, four 100 Gb/s Omni-Path links a node of eight; fp32 gradients, ZeRO-1.
     (
         "bloom",
-        Software(_megatron("megatron-deepspeed", _MEGATRON_BF16, regather=False, **_OLD), "a100", {"a100": Fabric(4, 12.5, 20)}, True),
+        Software(_megatron("megatron-deepspeed", MEGATRON_BF16, regather=False, **_OLD), "a100", {"a100": Fabric(4, 12.5, 20)}, True),
     ),
     # Composer: FSDP1, whose gradients are reduced after every microbatch (trainer.py makes no no_sync for it); 1.6 and 3.2 Tb/s a node.
-    ("mosaic", Software(Stack("foundry", _FSDP, regather=False), bias=False, reduce_every=True)),
+    ("mosaic", Software(Stack("foundry", _FSDP, regather=False, zeroes_late=False), bias=False, reduce_every=True)),
     # torchtitan: FSDP2, DTensor tensor parallelism (keeps what it gathers), every second product kept by selective checkpointing. The loss
-    # holds logits in 2 bytes, their copy in 4, log-probabilities in 4 and the gradient in 4; of a split vocabulary 20 bytes, fitted on
+    # holds logits in 2 bytes, their copy in 4, log-probabilities in 4 and the gradient in 4; of a split vocabulary 19 bytes, fitted on
     # torchtitan:11 and 12. Reserve (it reports what the allocator reserves): fitted on torchtitan:4, 8, 9 and 31.
     (
         "torchtitan",
@@ -132,10 +130,11 @@ _SOFTWARE: tuple[tuple[str, Software], ...] = (
                 _FSDP,
                 regather=False,
                 selective="half",
+                zeroes_late=False,
                 loss_chunk=None,
                 logit_bytes=14,
-                split_logit_bytes=20,
-                reserve_bytes=5.5e9,
+                split_logit_bytes=19,
+                reserve_bytes=6.7e9,
                 even_split=True,
             ),
             "h100_96gb",
@@ -144,13 +143,16 @@ _SOFTWARE: tuple[tuple[str, Software], ...] = (
             keeps_gathered=True,
         ),
     ),
-    ("nemo_automodel", Software(Stack("automodel", _FSDP, regather=False, dispatch_hops=2), method="allgather", keeps_gathered=True)),
-    ("nemo_megatron_bridge", Software(_megatron("megatron-bridge", _MEGATRON_BF16, **_BRIDGE), pads_vocabulary=True)),
-    ("megatron_moe_modelzoo", Software(_megatron("megatron-bridge", _MEGATRON_BF16, **_BRIDGE), pads_vocabulary=True)),
-    ("simumax", Software(_megatron("megatron-simumax", _MEGATRON_BF16, **_SIMUMAX), "b200", method="ulysses")),
-    ("megascale_a100", Software(_megatron("megatron-2022", _MEGATRON_BF16), "a100", _SELENE, True)),
-    ("megatron_h100", Software(_megatron("megatron-bridge", _MEGATRON_BF16, **_BRIDGE), pads_vocabulary=True)),
-    ("llama3_405b", Software(Stack("llama3", _FSDP), keeps_gathered=True)),
+    (
+        "nemo_automodel",
+        Software(Stack("automodel", _FSDP, regather=False), method="allgather", keeps_gathered=True),
+    ),
+    ("nemo_megatron_bridge", Software(_megatron("megatron-bridge", MEGATRON_BF16), pads_vocabulary=True)),
+    ("megatron_moe_modelzoo", Software(_megatron("megatron-bridge", MEGATRON_BF16), pads_vocabulary=True)),
+    ("simumax", Software(_megatron("megatron-simumax", MEGATRON_BF16, **_SIMUMAX), "b200", method="ulysses")),
+    ("megascale_a100", Software(_megatron("megatron-2022", MEGATRON_BF16), "a100", _SELENE, True)),
+    ("megatron_h100", Software(_megatron("megatron-bridge", MEGATRON_BF16), pads_vocabulary=True)),
+    ("llama3_405b", Software(Stack("llama3", _FSDP, zeroes_late=False), keeps_gathered=True)),
 )
 
 

@@ -146,31 +146,35 @@ class _Plans:
         held = holdings(self.workload.model, stage_plan, rank, self.plans)
         found = self._states(held)
         flight = in_flight(SCHEDULES[stage_plan.schedule], stage_plan.ranks, stage_plan.stages // stage_plan.ranks, rank, self.microbatches)
-        kept, boundaries = np.zeros(len(self.plans)), 0
+        kept = np.zeros(len(self.plans))
         for place, stage in enumerate(stage_plan.stages_of(rank)):
             layer = sum((int(n) * block.kept for n, block in zip(stage_plan.counts[stage], self.blocks, strict=True) if n), np.zeros(1))
-            kept = kept + flight[place] * layer
-            boundaries += (stage > 0) + (stage < stage_plan.stages - 1)
+            sent = self.hidden if self.stack.receive_all and stage < stage_plan.stages - 1 else 0.0  # torch keeps it for the backward
+            kept = kept + flight[place] * (layer + sent)
         zero = np.zeros(len(self.plans))
         here = [block for block, n in zip(self.blocks, held.blocks, strict=True) if n]
         working = np.max([block.working for block in here] or [zero], axis=0)
         moving = np.max([block.buffers for block in here] or [zero], axis=0)
         passing = self._passing_gradients(held)
-        logits = self._logits() if held.last else zero
-        at_loss = logits > working + moving + passing
-        found["unsharded"] = found["unsharded"] + np.where(at_loss, 0.0, passing)
+        logits = self._logits(flight[-1]) if held.last else zero
+        late = ~self.adding & (self.microbatches == 1) & self.gathers & self.stack.zeroes_late & (stage_plan.ranks == 1)
+        old = np.where(late, self._own(held) * self.stack.precision.gradient_bytes, 0.0)
+        at_loss = logits + old > working + moving + passing
+        found["gradients"] = found["gradients"] + np.where(at_loss, old, 0.0)
+        found["unsharded"] = found["unsharded"] + np.where(at_loss, 0.0, passing) - self._before_any_backward(held, flight, kept)
         each = self.microbatches if self.stack.receive_all else 2
         found |= {
             "activations": kept,
             "working": np.where(at_loss, 0.0, working),
             "logits": np.where(at_loss, logits, 0.0),
-            "buffers": np.where(at_loss, 0.0, moving) + boundaries * self.hidden * each,
+            "buffers": np.where(at_loss, 0.0, moving) + stage_plan.boundaries(rank) * self.hidden * each,
             "reserve": np.full(len(self.plans), float(self.stack.reserve_bytes)),
         }
         return self._at_the_end(found, held)
 
-    def _logits(self) -> np.ndarray:
-        """The last norm's output and its gradient, and logits. A loss in chunks makes the head's gradient in the forward, in float32."""
+    def _logits(self, flight: np.ndarray) -> np.ndarray:
+        """The last norm's output and its gradient, and logits. A loss in chunks makes the head's gradient in the forward, in float32, and
+        keeps it until the backward: as many as microbatches are in flight."""
         model, stack, plans = self.workload.model, self.stack, self.plans
         tokens = plans.microbatch_size * self.workload.sequence_length / plans.cp
         row = tokens * model.hidden_size * stack.precision.compute_bytes
@@ -179,14 +183,13 @@ class _Plans:
             each = np.where(plans.tp > 1, stack.split_logit_bytes, stack.logit_bytes)
             gradient = np.where(self.gathers, 0.0, stack.weight_gradient_bytes) * weight  # before it is added to a buffer that is there
             return self.hidden + row + tokens * model.vocab_size / plans.tp * each + gradient
-        return self.hidden + 2 * row + 4 * weight + np.minimum(tokens, stack.loss_chunk) * model.vocab_size / plans.tp * stack.logit_bytes
+        kept = self.hidden + row + 4 * weight
+        return flight * kept + row + np.minimum(tokens, stack.loss_chunk) * model.vocab_size / plans.tp * stack.logit_bytes
 
     def _states(self, held: Holding) -> dict[str, np.ndarray]:
         """Parameters, gradients, optimizer state and what of them is whole, while activations are alive."""
         numbers, plans = self.stack.precision, self.plans
-        spread = held.dense / plans.fsdp + held.experts / _expert_shard(plans)  # parameters of a rank where all ranks share
-        whole = held.dense + held.experts
-        own = np.where(self.sharded, spread, whole)
+        whole, spread, own = held.dense + held.experts, _spread(held, plans), self._own(held)
         gathers, adding = self.gathers, self.adding
         few = held.root + np.minimum(whole - held.root, 3 * held.largest)  # the root, the block at work, the next one, its gather's output
         gathered = np.where(plans.sharding == SHARDING.index("parameters"), few, whole) * numbers.compute_bytes
@@ -198,6 +201,17 @@ class _Plans:
             "optimizer": np.where(plans.sharding == SHARDING.index("none"), whole, spread) * numbers.optimizer_bytes,
             "unsharded": np.where(gathers, gathered, 0.0) + np.where(adding, whole * numbers.accumulate_bytes, 0.0),
         }
+
+    def _own(self, held: Holding) -> np.ndarray:
+        """Parameters that a rank keeps."""
+        return np.where(self.sharded, _spread(held, self.plans), held.dense + held.experts)
+
+    def _before_any_backward(self, held: Holding, flight: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """Where all forwards come first there are no whole gradients yet when most is kept, and then a microbatch less is kept."""
+        running = flight.sum(0)
+        first = self.adding & (running >= self.microbatches * len(flight))
+        gradients = (held.dense + held.experts) * self.stack.precision.accumulate_bytes
+        return np.where(first, np.minimum(gradients, kept / np.maximum(running, 1)), 0.0)
 
     def _passing_gradients(self, held: Holding) -> np.ndarray:
         """Whole gradients while a block's backward runs: the head's, which wait for the root's turn, and the block's; or one product's."""
@@ -215,14 +229,23 @@ class _Plans:
         """The reduction after the last backward needs more where activations are few: the root's gradients twice, beside all others."""
         numbers, plans = self.stack.precision, self.plans
         whole = held.dense + held.experts
-        kept = np.where(self.sharded, held.dense / plans.fsdp + held.experts / _expert_shard(plans), whole)
         all_of_it = (whole - held.root) * numbers.compute_bytes + whole * numbers.accumulate_bytes
         all_of_it = all_of_it + held.root * numbers.reduce_bytes * (1 + 1 / plans.fsdp)
-        one_by_one = kept * numbers.gradient_bytes + held.root * (2 * numbers.compute_bytes + numbers.reduce_bytes)
+        one_by_one = (
+            found["activations"] / np.maximum(held.blocks.sum(), 1)
+            + found["working"]
+            + self._own(held) * numbers.gradient_bytes
+            + held.root * (2 * numbers.compute_bytes + numbers.reduce_bytes)
+        )
         then = np.where(self.adding, all_of_it, one_by_one)
         now = found["unsharded"] + found["activations"] + found["working"] + found["logits"] + found["gradients"]
         found["unsharded"] = found["unsharded"] + np.where(self.gathers, np.maximum(then - now, 0.0), 0.0)
         return found
+
+
+def _spread(held: Holding, plans: Candidates) -> np.ndarray:
+    """Parameters of a rank where all ranks share."""
+    return held.dense / plans.fsdp + held.experts / _expert_shard(plans)
 
 
 def _expert_shard(plans: Candidates) -> np.ndarray:

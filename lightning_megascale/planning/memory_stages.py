@@ -37,19 +37,23 @@ class StagePlan:
         """Of one rank, in order."""
         return np.flatnonzero(self.owners == rank).tolist()
 
+    def boundaries(self, rank: int) -> int:
+        """Sides of a rank's stages that receive from another: a hidden state before, its gradient after."""
+        return sum((stage > 0) + (stage < self.stages - 1) for stage in self.stages_of(rank))
+
     def telling_ranks(self) -> list[int]:
-        """Ranks of which one needs most. A later rank with no more blocks and the same ends, or fewer, has fewer microbatches in flight."""
+        """Ranks of which one needs most: without those that an earlier one outdoes, which has as many microbatches in flight or more.
+
+        That one has no fewer blocks of any kind, the same ends, and no fewer boundaries. In a V a later rank has more of the way up in
+        flight, so blocks must be equal there.
+        """
         stages = [self.stages_of(rank) for rank in range(self.ranks)]
-        ends = [np.array((0 in own, self.stages - 1 in own)) for own in stages]
+        blocks = [self.counts[own] for own in stages]
+        others = [np.array((0 in own, self.stages - 1 in own, self.boundaries(rank))) for rank, own in enumerate(stages)]
+        same = np.array_equal if SCHEDULES[self.schedule] in V_SCHEDULES else lambda more, less: (more >= less).all()
         kept: list[int] = []
-        for rank, own in enumerate(stages):
-            mine = self.counts[own]
-            same = SCHEDULES[self.schedule] in V_SCHEDULES  # a later rank has more of the way up in flight there
-            if not any(
-                (ends[other] >= ends[rank]).all()
-                and (np.array_equal(self.counts[stages[other]], mine) if same else (self.counts[stages[other]] >= mine).all())
-                for other in kept
-            ):
+        for rank in range(self.ranks):
+            if not any((others[other] >= others[rank]).all() and same(blocks[other], blocks[rank]) for other in kept):
                 kept.append(rank)
         return kept
 

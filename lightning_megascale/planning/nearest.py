@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from lightning_megascale.planning.estimate import Setting
+from lightning_megascale.planning.estimates import Setting
 from lightning_megascale.planning.search import SearchResult, search
 from lightning_megascale.topology.cluster import Cluster
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_megascale.planning.candidates import CHECKPOINTING, METHODS, SHARDING
 from lightning_megascale.planning.known_models import Architecture
-from lightning_megascale.planning.measured_software import Software
+from lightning_megascale.planning.measured_software import MEGATRON_2021, MEGATRON_BF16, Software
 from lightning_megascale.planning.row_cells import Cells, Unpredictable
 from lightning_megascale.planning.stack import Precision, Stack
 from lightning_megascale.support import SCHEDULES
@@ -119,6 +119,8 @@ def _precision(cells: Cells, usual: Precision, notes: str) -> Precision:
         return dataclasses.replace(usual, name=word, matmul_dtype=kind, gather_bytes=gathered, cast_bytes=moved)
     if "16" in word:
         kind = "float16" if "fp16" in word and "bf16" not in word else "bfloat16"
+        if kind == "float16" and usual is MEGATRON_BF16:  # gradients add up in float32 for bfloat16 only (Megatron-LM arguments.py)
+            usual = MEGATRON_2021
         reduced = 2 if "mp mode pure" in notes else usual.reduce_bytes
         return dataclasses.replace(usual, name=word, matmul_dtype=kind, reduce_bytes=reduced)
     if "32" in word:

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.planning.candidates import Candidates
-from lightning_megascale.planning.estimate import Estimate, Setting, estimate, floor_seconds
+from lightning_megascale.planning.estimates import Estimate, Setting, estimate, floor_seconds
 from lightning_megascale.planning.goodput import checkpoint_seconds, productive_share, recovery_seconds
 from lightning_megascale.planning.grid import SAVINGS, base_candidates, variants
 from lightning_megascale.planning.legal import expert_counts, first_broken, support_rules

@@ -95,6 +95,19 @@ def exposed_seconds(traffic: Traffic, work: Work, plans: Candidates, stack: Stac
     return forwards + (microbatches - 1) * early + last
 
 
+def copy_seconds(held: Held, plans: Candidates, rates: Rates, stack: Stack, microbatches: np.ndarray) -> np.ndarray:
+    """Of bringing parameters and gradients in and out of the buffers that collectives use, for all gathers and reductions. (P,)
+
+    A gather's result is copied into parameters where the stack does so (read and written); a gradient is read, and written in the
+    type of the reduction. Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (copy-out, copy-in).
+    """
+    precision, fully = stack.precision, plans.sharding == SHARDING.index("parameters")
+    shared = plans.sharding >= SHARDING.index("gradients")
+    gathers = np.where(fully, 2 * microbatches, 1) * (2 * precision.gather_bytes if stack.copies_weights else 0)
+    reductions = np.where(plans.reduce_every, microbatches, 1) * (precision.compute_bytes + precision.reduce_bytes)
+    return traffic_seconds(rates, np.where(shared, (held.dense + held.experts) * (gathers + reductions), 0.0))
+
+
 def optimizer_seconds(held: Held, plans: Candidates, rates: Rates, stack: Stack) -> np.ndarray:
     """Of the update, by memory: parameters and state are read and written; gradients read twice (norm, update) and cleared. (P,)"""
     shared = plans.sharding > SHARDING.index("none")

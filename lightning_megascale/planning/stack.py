@@ -49,6 +49,7 @@ class Stack:
         flash: attention never writes its scores to memory.
         regather: under sequence parallelism the input of attention and MLP is gathered again in the backward and not kept whole.
         fused: norms, activations and residuals run as few kernels (compiled or hand-written).
+        fused_loss: cross-entropy is one kernel that writes no float32 logits.
         overlap_data: gradients are reduced and parameters gathered while the GPU computes.
         overlap_piped: the same under a pipeline; torch reduces there after the last microbatch, with nothing to hide behind.
         overlap_tensor: collectives of tensor parallelism run in pieces beside the products (asynchronous tensor parallelism).
@@ -62,7 +63,9 @@ class Stack:
         dispatch_hops: 1: a token goes straight to its experts' ranks; 2: once to each node, and from there over NVLink.
         expert_imbalance: tokens of the busiest expert rank over the mean; 1 when routing is forced to be even.
         copies_weights: parameters are gathered into tensors of their own, by one rank too (FSDP2); else they are used where they are kept.
-        receive_all: every microbatch of a pipeline has receive buffers of its own (torch); else two are in use.
+        zeroes_late: without a pipeline, gradients of the step before are there until the backward, as Lightning zeroes after the forward.
+        receive_all: every microbatch of a pipeline has receive buffers of its own, and a stage's output is kept (torch); else two are in
+            use, and what was sent is freed (Megatron).
         dropout: masks of dropout are kept, a byte a number.
         gated_kept: tensors as wide as the feed-forward that a gated one keeps: gate, up, activated gate and product; fused kernels
             keep fewer.
@@ -93,6 +96,7 @@ class Stack:
     flash: bool = True
     regather: bool = True
     fused: bool = True
+    fused_loss: bool = False
     overlap_data: bool = True
     overlap_piped: bool = False
     overlap_tensor: bool = False
@@ -105,6 +109,7 @@ class Stack:
     dispatch_hops: int = 1
     expert_imbalance: float = 1.0
     copies_weights: bool = True
+    zeroes_late: bool = True
     receive_all: bool = True
     dropout: bool = False
     gated_kept: float = 4
@@ -114,13 +119,13 @@ class Stack:
     logit_bytes: float = 6
     split_logit_bytes: float = 6
     weight_gradient_bytes: float = 2
-    matmul_efficiency: float = 0.72
-    small_dtype_efficiency: float = 0.88
-    attention_efficiency: float = 0.4
-    memory_efficiency: float = 0.6
-    kernel_seconds: float = 1.2e-5
-    nvlink_efficiency: float = 0.75
+    matmul_efficiency: float = 0.7
+    small_dtype_efficiency: float = 0.9
+    attention_efficiency: float = 0.35
+    memory_efficiency: float = 0.55
+    kernel_seconds: float = 3e-5
+    nvlink_efficiency: float = 0.7
     network_efficiency: float = 0.75
-    hidden_share: float = 0.75
+    hidden_share: float = 0.6
     reserve_bytes: float = 4e9
     source: str = "assumed: a data sheet's rates and what large kernels and collectives usually reach of them"

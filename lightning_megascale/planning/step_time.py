@@ -14,7 +14,7 @@ from lightning_megascale.planning.collectives import Links
 from lightning_megascale.planning.kernels import Rates
 from lightning_megascale.planning.schedules import Stages, makespan
 from lightning_megascale.planning.shape import LayerKind, ModelShape
-from lightning_megascale.planning.sharing import Held, Traffic, Work, exposed_seconds, optimizer_seconds
+from lightning_megascale.planning.sharing import Held, Traffic, Work, copy_seconds, exposed_seconds, optimizer_seconds
 from lightning_megascale.planning.stack import Stack
 from lightning_megascale.planning.stages import split_model, stage_owners
 from lightning_megascale.planning.workload import Workload
@@ -34,7 +34,7 @@ class StepTime:
         compute: kernels of forward and backward.
         recompute: those of them that run a forward again.
         tensor, context, expert: exposed communication of these axes.
-        data: exposed gathering of parameters and reduction of gradients.
+        data: gathering of parameters and reduction of gradients that shows, and copies for them.
         sends: between pipeline stages.
         bubble: waiting for other stages.
         optimizer: the update.
@@ -89,7 +89,8 @@ def step_time(workload: Workload, cluster: Cluster, stack: Stack, plans: Candida
         tensor=microbatches * (parts.tensor_forward + parts.tensor_backward),
         context=microbatches * (parts.context_forward + parts.context_backward),
         expert=microbatches * (parts.expert_forward + parts.expert_backward),
-        data=exposed_seconds(traffic, work, plans, stack, microbatches),
+        data=exposed_seconds(traffic, work, plans, stack, microbatches)
+        + copy_seconds(pipeline.held, plans, machine.rates, stack, microbatches),
         sends=_sends(machine, plans, strides, microbatches),
         bubble=pipeline.bubble,
         optimizer=optimizer_seconds(pipeline.held, plans, machine.rates, stack),

@@ -45,6 +45,7 @@ from lightning_megascale.strategies.saving import Saving
 from lightning_megascale.strategies.sharded_values import answer_grad_norm, forget_grad_norm, log_whole_values, prepare_tensors
 from lightning_megascale.strategies.steps import StepNumbers, drop_parameters
 from lightning_megascale.strategies.summary import keep_whole_summary
+from lightning_megascale.topology.placement_file import read_placement
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class MegascaleStrategy(Saving):
         plan: a ``ParallelPlan``; or give its fields as keyword arguments, not both.
         module: which child of the LightningModule is parallelized; "auto": the one with parameters, else the module itself.
         layout: a ``ModelLayout``, a dict of patterns, or "auto": the model's ``megascale_layout``. FSDP2 alone needs none.
-        placement: which global rank stands at each place of the mesh, a permutation of all ranks; None: rank i at place i.
+        placement: which global rank stands at each place of the mesh, a permutation of all ranks, or the file of them that
+            ``megascale plan ranks=FILE`` wrote; None: rank i at place i.
         init_from: first weights, when no checkpoint is resumed: a Hugging Face folder or hub name, an export, a checkpoint (its weights
             only); or a dict of module name -> one of these. Each rank reads its own part.
         save_distributed_checkpoint, process_group_backend, timeout: as in Lightning's ``ModelParallelStrategy``.
@@ -76,7 +78,7 @@ class MegascaleStrategy(Saving):
         plan: ParallelPlan | Mapping[str, Any] | None = None,
         module: str = "auto",
         layout: ModelLayout | Mapping[str, Any] | str = "auto",
-        placement: Sequence[int] | Tensor | None = None,
+        placement: Sequence[int] | Tensor | str | os.PathLike[str] | None = None,
         init_from: InitFrom | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
@@ -92,7 +94,8 @@ class MegascaleStrategy(Saving):
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend, timeout=timeout
         )
-        self._module_name, self._layout, self._placement = module, layout, placement
+        self._module_name, self._layout = module, layout
+        self._placement = read_placement(placement) if isinstance(placement, (str, os.PathLike)) else placement
         self.init_from = init_from
         self._seed = 0
         self._numbers: StepNumbers | None = None

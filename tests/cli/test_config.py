@@ -38,7 +38,11 @@ def test_every_recipe_composes_and_can_start(recipe):
     prepare.check_optim(ready.options["optim"])
     for section in ("data", "callbacks", "logger"):
         prepare.check_calls(section, ready.options[section])
-    assert ready.plan.global_batch_size == ready.options["batch"]["global_size"] == ready.options["data"]["batch_size"] * ready.plan.data_parallel_size
+    assert (
+        ready.plan.global_batch_size
+        == ready.options["batch"]["global_size"]
+        == ready.options["data"]["batch_size"] * ready.plan.data_parallel_size
+    )
 
 
 @pytest.mark.parametrize("group", ["model", "plan", "data", "optim", "trainer", "callbacks", "logger", "launch"])

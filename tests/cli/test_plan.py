@@ -40,8 +40,10 @@ def _argv(monkeypatch, tmp_path):
 def test_the_table_shows_the_best_plans_and_what_ruled_out_the_others(capsys):
     code, text = said(capsys, *SMALL, "top=4")
     assert code == 0 and text.count("dp_") >= 4
-    for word in ("7b, 6.74 G parameters, 32 blocks", "64 rows of 2,048 tokens", "h100_1024: 16 h100", "assumed  trainer.precision=bf16-mixed",
-                 "s/useful", "goodput", "MFU: nothing recomputed, attention's causal half", "what ruled the others out:"):  # fmt: skip
+    for word in (
+        "7b, 6.74 G parameters, 32 blocks", "64 rows of 2,048 tokens", "h100_1024: 16 h100", "assumed  trainer.precision=bf16-mixed",
+        "s/useful", "goodput", "MFU: nothing recomputed, attention's causal half", "what ruled the others out:",
+    ):  # fmt: skip
         assert word in text
 
 
@@ -111,10 +113,11 @@ def test_what_cannot_be_is_said_in_one_message(capsys, arguments, words):
 
 
 def test_rows_are_predicted_and_written(capsys):
-    header = "row_id,model,layers,hidden,heads,ffn_hidden,vocab,seq_len,gpus,gpu_type,global_batch,micro_batch,tp,pp,dp,iteration_time_s,memory_gb"
-    with open("runs.csv", "w") as file:
-        file.write(f"{header}\nmine:1,small,24,2048,16,8192,50257,2048,8,H100,64,2,2,1,4,2.0,40\n"
-                   "mine:2,small,24,2048,16,8192,50257,2048,8,H100,64,2,1,1,8,1.9,50\nmine:3,,,,,,,2048,8,H100,64,2,1,1,8,1.9,\n")  # fmt: skip
+    names = "row_id,model,layers,hidden,heads,ffn_hidden,vocab,seq_len,gpus,gpu_type,global_batch,micro_batch,tp,pp,dp"
+    shape = "small,24,2048,16,8192,50257,2048,8,H100,64"
+    lines = (f"{names},iteration_time_s,memory_gb", f"mine:1,{shape},2,2,1,4,2.0,40", f"mine:2,{shape},2,1,1,8,1.9,50",
+             "mine:3,,,,,,,2048,8,H100,64,2,1,1,8,1.9,")  # fmt: skip
+    Path("runs.csv").write_text("\n".join(lines))
     code, text = said(capsys, "rows=runs.csv", "out=guess.csv")
     assert code == 0 and "step time" in text and "memory" in text and "1 row not predicted" in text
     with open("guess.csv") as file:

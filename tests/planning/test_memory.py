@@ -59,7 +59,7 @@ def test_the_seed_plan_by_hand():
     assert found.unsharded[0] == pytest.approx(6 * on_rank, rel=0.01)
     part, wide, heads = tokens * hidden * 2 / 8, tokens * 4 * hidden * 2 / 8, 4 * tokens * 96 / 8
     statistics = 4 * 4 * tokens / 8
-    assert found.activations[0] == 2 * 48 * (4 * part + 4 * part + 2 * wide + heads + statistics)
+    assert found.activations[0] == 2 * (48 * (4 * part + 4 * part + 2 * wide + heads + statistics) + part)  # and what was sent on
     assert found.total[0] / 1e9 == pytest.approx(107.7, abs=0.5)
 
 
@@ -71,8 +71,10 @@ def test_kinds_by_hand_without_any_parallelism():
     assert found.optimizer[0] == model.parameters * 8
     block = tokens * (64 * 2 * 4 + 4 * 64 * 2 + 2 * 256 * 2 + 4 * 4 + 2 * 4)
     assert found.activations[0] == 4 * block
-    assert found.gradients[0] == 0  # those of one microbatch come when the activations are gone
+    assert found.gradients[0] == model.parameters * 4  # the last step's, until the backward begins
     assert found.buffers[0] == 0
+    early = one(small(batch=2), dataclasses.replace(OURS, zeroes_late=False), microbatch_size=2, sharding="none")
+    assert early.gradients[0] == 0  # those of one microbatch come when the activations are gone
 
 
 @pytest.mark.parametrize(
@@ -116,12 +118,13 @@ def test_experts_are_dealt_to_ranks_and_shared_by_the_rest():
 
 
 def test_context_parallelism_divides_tokens_and_moves_keys():
-    workload = small(length=256, kv_heads=2)
-    whole, split = one(workload, sharding="parameters"), one(workload, cp=4, sharding="parameters", method="ring")
-    assert split.activations[0] == whole.activations[0] / 4
-    keys = 64 * 2 * 32 * 2
-    assert split.buffers[0] == 4 * keys
-    assert one(workload, cp=4, sharding="parameters", method="allgather").buffers[0] == 2 * 4 * keys
+    workload = small(length=256, ffn_hidden=64, vocab=8)
+    whole, split = one(workload, sharding="parameters"), one(workload, cp=8, sharding="parameters", method="ring")
+    assert split.activations[0] == whole.activations[0] / 8
+    keys, gradients = 32 * 4 * 32 * 2, 2 * 32 * 64 * 2  # of 32 tokens: four heads' keys and values; an activation and the residual
+    gathered = one(workload, dataclasses.replace(OURS, loss_chunk=None, logit_bytes=0), cp=8, sharding="parameters", method="allgather")
+    assert gathered.buffers[0] == 2 * 8 * keys - gradients
+    assert split.buffers[0] == 4 * keys - gradients
 
 
 def test_a_tied_weight_is_held_on_both_ends_of_a_pipeline():
@@ -147,11 +150,12 @@ def plans(count=400):
     )  # fmt: skip
 
 
-def test_many_plans_give_what_each_gives_alone_and_the_worst_of_all_ranks():
-    workload = Workload(known("DeepSeek-V3").shape("v3", 2048), 2048, 512)
+@pytest.mark.parametrize("model", ["DeepSeek-V3", "GPT-175B", "Qwen3-30B"])
+def test_many_plans_give_what_each_gives_alone_and_the_worst_of_all_ranks(model):
+    workload = Workload(known(model).shape("x", 2048), 2048, 512)
     many = plans()
     together = memory(workload, CLUSTER, OURS, many)
-    for index in range(0, len(many), 7):
+    for index in range(0, len(many), 3):
         chosen = many.take(np.array([index]))
         alone = memory(workload, CLUSTER, OURS, chosen)
         assert alone.row() == {name: getattr(together, name)[index] for name in KINDS}
@@ -202,5 +206,7 @@ def test_published_memory_is_met_within_five_per_cent():
     found = planner_memory.all_found(FOLDER)
     if not found:
         pytest.skip("no published runs are here")
-    for line in planner_memory.summary(found):
-        assert line["mean"] <= 5, line
+    for table in {each.table for each in found}:
+        for fitted in (True, False):
+            errors = [abs(each.error) for each in found if each.table == table and each.fitted == fitted]
+            assert not errors or np.mean(errors) <= 0.05, (table, fitted)

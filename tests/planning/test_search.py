@@ -9,7 +9,7 @@ import pytest
 from lightning_megascale.models.config import DecoderConfig
 from lightning_megascale.models.presets import PRESETS
 from lightning_megascale.planning.candidates import CHECKPOINTING, METHODS, SHARDING, Candidates
-from lightning_megascale.planning.estimate import Setting, estimate, floor_seconds
+from lightning_megascale.planning.estimates import Setting, estimate, floor_seconds
 from lightning_megascale.planning.grid import MOST_TOKENS, STAGES_PER_RANK, base_candidates, variants
 from lightning_megascale.planning.memory import memory
 from lightning_megascale.planning.model_config import from_decoder_config
@@ -174,7 +174,15 @@ def test_failures_decide_between_a_plan_with_replicas_and_one_without():
     calm = search(given, 64, top=1).best[0]
     rough = search(dataclasses.replace(given, reliability=often), 64, top=1).best[0]
     assert rough.goodput.share < calm.goodput.share
-    assert int(rough.candidates.dp_replicate[0]) > 1
+    assert int(calm.candidates.dp_replicate[0]) < int(rough.candidates.dp_replicate[0])
+
+    def useful(plan, reliability):
+        return estimate(given.workload, given.cluster, plan.candidates, stack=given.stack, reliability=reliability).goodput
+
+    assert calm.step_seconds < rough.step_seconds  # and yet:
+    calmly = [useful(plan, None).seconds_per_useful_step for plan in (calm, rough)]
+    roughly = [useful(plan, often).seconds_per_useful_step for plan in (calm, rough)]
+    assert calmly[0] < calmly[1] and roughly[1] < roughly[0]
 
 
 def test_a_request_that_cannot_be_says_which_rule_and_what_is_nearest():
@@ -215,3 +223,11 @@ def test_preset_175b_fits_1024_gpus_only_with_a_pipeline_or_tensor_parallelism()
     )
     found = search(given, top=3)
     assert found.best and all(int(plan.candidates.pp[0] * plan.candidates.tp[0]) > 1 for plan in found.best)
+
+
+def test_the_package_gives_the_estimate_by_name():
+    from lightning_megascale import planning
+
+    assert planning.estimate is estimate and "estimate" in planning.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'guess'"):
+        planning.guess  # noqa: B018
