@@ -164,3 +164,24 @@ def test_a_plan_file_comes_back_as_it_went(tmp_path):
         (tmp_path / "wrong.yaml").write_text(text)
         with pytest.raises(ValueError, match=words):
             read_plan(tmp_path / "wrong.yaml")
+
+
+def test_the_best_plan_is_placed(capsys):
+    code, text = said(capsys, *SMALL, "top=1", "hosts=hosts.txt", "ranks=ranks.txt", "plan.tensor_parallel_size=2")
+    hosts = Path("hosts.txt").read_text().split()
+    assert code == 0 and "the slowest link is busy" in text and "placement: " in text
+    assert len(hosts) == 16 and len(set(hosts)) == 2 and hosts[:8] == hosts[:1] * 8  # ranks of a node stand together
+    ranks = [int(line) for line in Path("ranks.txt").read_text().splitlines() if not line.startswith("#")]
+    assert sorted(ranks) == list(range(16))
+
+
+def test_a_real_fabric_gives_the_hosts(capsys):
+    lines = ["SwitchName=a Nodes=n[1-2]", "SwitchName=b Nodes=m[1-2]", "SwitchName=top Switches=a,b"]
+    Path("topology.conf").write_text("\n".join(lines))
+    code, text = said(capsys, *SMALL, "fabric=topology.conf", "hosts=hosts.txt", "top=1")
+    assert code == 0 and "topology.conf: 16 h100" in text
+    hosts = set(Path("hosts.txt").read_text().split())
+    assert hosts in ({"n1", "n2"}, {"m1", "m2"})  # below one leaf
+    Path("topology.conf").write_text("SwitchName=a Nodes=n[1-")
+    code, text = said(capsys, *SMALL, "fabric=topology.conf")
+    assert code == 2 and "topology.conf" in text and "1" in text and "Traceback" not in text
