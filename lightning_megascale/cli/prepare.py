@@ -42,9 +42,17 @@ def make_plan(values: Mapping[str, Any], world_size: int) -> ParallelPlan:
     try:
         return plan.resolve(world_size)
     except ValueError as error:
-        others = 0 if plan.check_without_world() else plan.model_parallel_size
+        others = 0 if plan.check_without_world() else plan.model_parallel_size * _given_data_ranks(plan)
         remedy = f"\nStart as many ranks as it needs: launch.ranks={others}" if others and world_size % others else ""
         raise UserError(f"{error}{remedy}") from error
+
+
+def _given_data_ranks(plan: ParallelPlan) -> int:
+    """Ranks of data parallelism that the plan asks for, 1 where it takes what is left."""
+    if plan.data_parallel_size != "auto":
+        return int(plan.data_parallel_size)
+    shard = 1 if plan.data_parallel_shard_size == "auto" else int(plan.data_parallel_shard_size)
+    return plan.data_parallel_replicate_size * shard
 
 
 def add_batch(plan: ParallelPlan, total: int, micro_size: int | None) -> tuple[ParallelPlan, str]:

@@ -56,7 +56,7 @@ def apply_data_parallel(
         assert expert_mesh is not None
         # what they are called with is in the right dtypes already, and weights of tokens stay as exact as the router made them
         exact = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        placement = _second_dim if _too_few(module, expert_mesh) else None
+        placement = _second_dim if _better_by_features(module, expert_mesh) else None
         fully_shard(module, mesh=expert_mesh, reshard_after_forward=block_reshard, mp_policy=exact, shard_placement_fn=placement, **policy)
     blocks, apart = list(blocks), {id(module) for module in experts}
     units = {f"block {number}": block.named_modules() for number, block in enumerate(blocks)}
@@ -98,10 +98,11 @@ def shared_between(units: Mapping[str, Iterable[tuple[str, nn.Module]]]) -> list
     return found
 
 
-def _too_few(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether there are fewer experts on a rank than ranks that shard them."""
-    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return any(local.shape[0] < mesh.size(mesh.ndim - 1) for local in locals_)
+def _better_by_features(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether the ranks that share a rank's experts cannot have equally many of them, and can have equal parts of each."""
+    size = mesh.size(mesh.ndim - 1)
+    shapes = [(p.to_local() if isinstance(p, DTensor) else p).shape for p in module.parameters()]
+    return any(shape[0] % size for shape in shapes) and all(len(shape) > 1 and shape[1] % size == 0 for shape in shapes)
 
 
 def _second_dim(parameter: nn.Parameter) -> Shard:

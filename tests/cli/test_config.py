@@ -360,3 +360,8 @@ def test_plan_auto_searches_where_the_cluster_is_known(capsys, monkeypatch, tmp_
     assert found.plan.data_parallel_size == 4 and not found.plan.check(16)
     code, text = fails(capsys, monkeypatch, tmp_path, *wanted, "cluster=local")
     assert code == 2 and "plan=auto: 16 ranks, and cluster 'local' has 8 GPUs" in text
+
+
+def test_a_recipe_for_many_ranks_says_how_many(capsys, monkeypatch, tmp_path):
+    code, text = fails(capsys, monkeypatch, tmp_path, "recipe=dense_175b", "launch.ranks=2")
+    assert code == 2 and text.rstrip().endswith("Start as many ranks as it needs: launch.ranks=1024")

@@ -80,6 +80,13 @@ def test_more_ranks_than_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     parity.check(parity.default_case(axes="fsdp4", family="ep2"))
 
 
+def test_experts_that_ranks_cannot_share_evenly_are_shared_by_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three experts on a rank and two ranks that share them: each has half of every expert, not two and one."""
+    monkeypatch.setitem(parity.MIXTURE, "num_experts", 6)
+    monkeypatch.setitem(parity.AXES, "fsdp4", (4, 4, dict(data_parallel_shard_size=4)))
+    parity.check(parity.default_case(axes="fsdp4", family="ep2"))
+
+
 # ---- frozen experts ------------------------------------------------------------------------------------------------------------------
 
 
