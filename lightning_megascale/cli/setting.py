@@ -9,7 +9,7 @@ from typing import Any
 from lightning_megascale.cli.errors import UserError
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.planning.candidates import CHECKPOINTING, METHODS, SHARDING
-from lightning_megascale.planning.estimate import Setting
+from lightning_megascale.planning.estimates import Setting
 from lightning_megascale.planning.model_config import from_decoder_config
 from lightning_megascale.planning.nearest import explain_nothing
 from lightning_megascale.planning.precisions import precision_named

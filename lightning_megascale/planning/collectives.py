@@ -110,20 +110,21 @@ class Links:
         far = self.seconds[np.searchsorted(self.sizes, np.minimum((size - 1) * stride + 1, self.sizes[-1]))]
         return np.where(size > 1, moved + far + 0.1 * (size - 1) * self.seconds[0], 0.0)
 
-    def two_hop_seconds(self, bytes_: Number, choices: int, size: Number, stride: Number = 1) -> np.ndarray:
+    def two_hop_seconds(self, bytes_: Number, choices: int, size: Number, stride: Number = 1, most: int | None = None) -> np.ndarray:
         """Tokens to their experts' ranks: each token once to every node that it has experts on, and from there on over NVLink.
 
         Args:
             bytes_: of all copies that a rank sends, one for each expert of a token.
             choices: experts of a token; they fall on nodes evenly.
             size, stride: of the group.
+            most: nodes of a token; None: any number.
 
         Source: DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2. Nodes of a token: N (1 - (1 - 1/N)^K), by linearity of expectation.
         """
         bytes_, size, stride = _floats(bytes_, size, stride)
         inner = self._members(0, size, stride)
         nodes = np.ceil(size / inner)
-        copies = nodes * (1 - (1 - 1 / nodes) ** choices) / choices  # a node, for each expert
+        copies = np.minimum(nodes * (1 - (1 - 1 / nodes) ** choices), np.inf if most is None else most) / choices  # a node, for each expert
         first = self.all_to_all_seconds(bytes_ * copies, nodes, stride * inner)
         second = self.all_to_all_seconds(bytes_, inner, stride)
         return np.where(nodes > 1, first + second, self.all_to_all_seconds(bytes_, size, stride))

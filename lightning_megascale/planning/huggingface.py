@@ -8,6 +8,7 @@ Source: the modelling file of each family in transformers 5.24, against whose mo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -145,9 +146,9 @@ def _latent(values: Values) -> ModelShape:
     experts = mixture(hidden, routed, _chosen(values, routed), width, shared_width=shared * width)
     attention, vectors = (matmuls, core), 2 * hidden + latents
     mlp = feed_forward(hidden, _count(values, "intermediate_size"), gated=True)
-    return _decoder(
-        values, (block("dense", attention, mlp, vectors),) * dense + (block("moe", attention, experts, vectors),) * (layers - dense)
-    )
+    kinds = (block("dense", attention, mlp, vectors),) * dense + (block("moe", attention, experts, vectors),) * (layers - dense)
+    grouped = _count(values, "n_group", 1) > 1
+    return dataclasses.replace(_decoder(values, kinds), expert_groups=_count(values, "topk_group", 1) if grouped else None)
 
 
 def _gpt2(values: Values) -> ModelShape:

@@ -17,11 +17,22 @@ Number = np.ndarray | float | int
 # Tiles of the output that a multiprocessor works on, and the share of the best rate that each size reaches: a smaller tile reads more
 # for each operation. Sizes: NVIDIA, "Matrix multiplication background user's guide", section 3.1, which names these as the efficient
 # ones. Shares: assumed, after the order that its figure 3 shows (256 x 128 fastest, 64 x 64 slowest).
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 256, 0.85), (256, 64, 0.85), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
-# Before its first product and after its last a tile loads and stores: as long as this many steps of the inner dimension. Assumed.
-TILE_RAMP = 96
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.95),
+    (64, 256, 0.85),
+    (256, 64, 0.85),
+    (128, 64, 0.75),
+    (64, 128, 0.75),
+    (64, 64, 0.6),
+)
 # Of the bandwidth of memory that products reach where it is their limit. Assumed: what copies of large tensors reach.
 PRODUCT_MEMORY = 0.9
+# Times that batched products take when a head's features are no multiple of 8 numbers, 16 bytes. NVIDIA's guide, section 2.2, has such
+# products slower without a figure; this one after BigScience's 3D sweep (tr11-176B-ml/chronicles-prequel.md: 128 heads of 108 features
+# instead of 64 of 216 take a 182B model from 152 to 106 TFLOPs).
+MISALIGNED = 8.0
 # A flash kernel reaches its rate on rows much longer than this, and half of it at this length. Read off figures 4 to 6 of Dao 2023,
 # "FlashAttention-2" (causal forward, A100, head 128: 1k tokens 0.67 of 16k's rate, 2k 0.8, 4k 0.9).
 HALF_LENGTH = 512
@@ -74,8 +85,8 @@ def matmul_seconds(
 ) -> np.ndarray:
     """Of products (rows, inner) x (inner, columns), ``groups`` of them in one kernel.
 
-    Tiles are dealt to the multiprocessors in waves, a wave takes as long when it is not full, and the best size of tile is taken; or
-    memory is the limit.
+    Tiles are dealt to the multiprocessors in waves, a wave takes as long when it is not full, and the best size of tile is taken. A tile is
+    stored after its last product, by its multiprocessor's share of memory's bandwidth. Or memory is the limit of the whole.
 
     Args:
         rates: of the GPU.
@@ -91,7 +102,8 @@ def matmul_seconds(
     rate = rates.plain if plain else rates.matmul
     tall, wide, share = (side.reshape(-1, *[1] * np.broadcast(rows, inner, columns, groups).ndim) for side in np.array(TILES).T)
     waves = np.ceil(groups * np.ceil(rows / tall) * np.ceil(columns / wide) / rates.multiprocessors)
-    best = (waves * tall * wide / share).min(0) * 2.0 * (inner + TILE_RAMP) * rates.multiprocessors / rate
+    each = 2.0 * inner / rate / share + np.asarray(out_bytes) / rates.product_memory  # of an element of the result, on all multiprocessors
+    best = (waves * tall * wide * each).min(0) * rates.multiprocessors
     element = 2 if plain else rates.element_bytes
     moved = groups * ((rows + columns) * inner * element + rows * columns * out_bytes)
     return np.maximum(best, moved / rates.product_memory)
@@ -110,7 +122,9 @@ def flash_seconds(rates: Rates, flops: Number, length: Number, *, backward: bool
     return np.asarray(flops) / rate * (1 + HALF_LENGTH / np.asarray(length))
 
 
-def scores_seconds(rates: Rates, pairs: Number, batch: Number, length: Number, query_dim: int, value_dim: int) -> tuple[np.ndarray, np.ndarray]:
+def scores_seconds(
+    rates: Rates, pairs: Number, batch: Number, length: Number, query_dim: int, value_dim: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of attention that writes its scores: two batched products over all pairs, and a softmax between them.
 
     Args:
@@ -126,8 +140,9 @@ def scores_seconds(rates: Rates, pairs: Number, batch: Number, length: Number, q
     what is kept; kernels as Megatron-LM's fused softmax runs them.
     """
     square, pairs = np.asarray(length), np.asarray(pairs)
-    one = matmul_seconds(rates, square, query_dim, square, out_bytes=2, groups=batch, plain=True)
-    two = matmul_seconds(rates, square, square, value_dim, out_bytes=2, groups=batch, plain=True)
+    slow = MISALIGNED if query_dim % 8 or value_dim % 8 else 1.0
+    one = slow * matmul_seconds(rates, square, query_dim, square, out_bytes=2, groups=batch, plain=True)
+    two = slow * matmul_seconds(rates, square, square, value_dim, out_bytes=2, groups=batch, plain=True)
     return one + two + pairs * 9 / rates.memory, 2 * (one + two) + pairs * 11 / rates.memory
 
 

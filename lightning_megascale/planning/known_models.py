@@ -26,6 +26,7 @@ class Architecture:
         learned: positions are a table.
         layer_norm: two vectors a norm where there is a bias; else root mean squares.
         qk_norm: norms on query and key heads.
+        expert_groups: groups of experts that a token is limited to, one to a node.
         window: tokens that every second block's queries see.
     """
 
@@ -49,6 +50,7 @@ class Architecture:
     layer_norm: bool = False
     qk_norm: bool = False
     window: int | None = None
+    expert_groups: int | None = None
 
     def shape(self, name: str, longest: int) -> ModelShape:
         """As a ``ModelShape``; ``longest``: rows of a table of learned positions.
@@ -76,6 +78,7 @@ class Architecture:
             vectors=norms * self.hidden,
             tied=self.tied,
             longest=longest if self.learned else None,
+            expert_groups=self.expert_groups,
         )
 
     def _block(self, layer: int, dense: bool) -> LayerKind:
@@ -115,8 +118,8 @@ _KNOWN: tuple[tuple[str, Architecture], ...] = (
     (r"llama270b", Architecture(80, 8192, 64, 8, 28672, 32000)),
     (r"llama213b", Architecture(40, 5120, 40, 40, 13824, 32000)),
     (r"llama27b", Architecture(32, 4096, 32, 32, 11008, 32000)),
-    (r"deepseekv3", Architecture(61, 7168, 128, 128, 18432, 129280, True, 256, 8, 2048, 1, 3, latent=_DEEPSEEK)),
-    (r"deepseekv2(?!lite)", Architecture(60, 5120, 128, 128, 12288, 102400, True, 160, 6, 1536, 2, 1, latent=_DEEPSEEK)),
+    (r"deepseekv3", Architecture(61, 7168, 128, 128, 18432, 129280, True, 256, 8, 2048, 1, 3, latent=_DEEPSEEK, expert_groups=4)),
+    (r"deepseekv2(?!lite)", Architecture(60, 5120, 128, 128, 12288, 102400, True, 160, 6, 1536, 2, 1, latent=_DEEPSEEK, expert_groups=3)),
     (r"kimik2", Architecture(61, 7168, 64, 64, 18432, 163840, True, 384, 8, 2048, 1, 1, latent=_DEEPSEEK)),
     (r"qwen3235b", Architecture(94, 4096, 64, 4, 12288, 151936, True, 128, 8, 1536, head_dim=128, qk_norm=True)),
     (r"qwen330b", Architecture(48, 2048, 32, 4, 6144, 151936, True, 128, 8, 768, head_dim=128, qk_norm=True)),

@@ -207,6 +207,7 @@ class ModelShape:
         vectors: norms that belong to no block, and other parameters in no matrix.
         tied: the logits use the token embedding's weight.
         longest: tokens of a row that learned positions allow; None: any length.
+        expert_groups: groups of experts, one to a node, from which a token's experts are chosen; None: they may be anywhere.
     """
 
     name: str
@@ -218,6 +219,7 @@ class ModelShape:
     vectors: int
     tied: bool
     longest: int | None = None
+    expert_groups: int | None = None
 
     @cached_property
     def kinds(self) -> dict[LayerKind, int]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_megascale.planning.blocks import distinct
 from lightning_megascale.planning.candidates import SHARDING, Candidates
 from lightning_megascale.planning.collectives import Links
+from lightning_megascale.planning.cuts import distinct
 from lightning_megascale.planning.kernels import Rates, traffic_seconds
 from lightning_megascale.planning.stack import Stack
 
@@ -103,7 +103,7 @@ def copy_seconds(held: Held, plans: Candidates, rates: Rates, stack: Stack, micr
     """
     precision, fully = stack.precision, plans.sharding == SHARDING.index("parameters")
     shared = plans.sharding >= SHARDING.index("gradients")
-    gathers = np.where(fully, 2 * microbatches, 1) * (2 * precision.gather_bytes if stack.copies_weights else 0)
+    gathers = np.where(fully, 2 * microbatches, 1) * (2 * precision.gather_bytes if stack.copies_gathered else 0)
     reductions = np.where(plans.reduce_every, microbatches, 1) * (precision.compute_bytes + precision.reduce_bytes)
     return traffic_seconds(rates, np.where(shared, (held.dense + held.experts) * (gathers + reductions), 0.0))
 

@@ -53,6 +53,8 @@ class Stack:
         overlap_data: gradients are reduced and parameters gathered while the GPU computes.
         overlap_piped: the same under a pipeline; torch reduces there after the last microbatch, with nothing to hide behind.
         overlap_tensor: collectives of tensor parallelism run in pieces beside the products (asynchronous tensor parallelism).
+        copies_gathered: what data-parallel ranks gather is copied from the collective's buffer into parameters (FSDP2), which FSDP1's
+            views of one flat buffer spare.
         scatter_sends: a tensor-parallel rank sends its part of what every rank of its group holds, and the receivers gather it.
         overlap_pipeline: sends between stages run beside computation.
         selective: what activation_checkpointing="selective" runs again: "core", the attention core (Megatron-LM); "elementwise", all but
@@ -60,6 +62,7 @@ class Stack:
         even_split: stages hold equal numbers of blocks (Megatron); else they are cut by cost, the head among it.
         joined: projections of the same input run as one product.
         whole_logits: under tensor parallelism each rank gathers the logits of the whole vocabulary for the loss.
+        repeats_keys: keys and values are copied for each query head before attention, so that context parallelism sends them so too.
         dispatch_hops: 1: a token goes straight to its experts' ranks; 2: once to each node, and from there over NVLink.
         expert_imbalance: tokens of the busiest expert rank over the mean; 1 when routing is forced to be even.
         copies_weights: parameters are gathered into tensors of their own, by one rank too (FSDP2); else they are used where they are kept.
@@ -100,12 +103,14 @@ class Stack:
     overlap_data: bool = True
     overlap_piped: bool = False
     overlap_tensor: bool = False
+    copies_gathered: bool = True
     scatter_sends: bool = False
     overlap_pipeline: bool = True
     selective: Selective = "elementwise"
     even_split: bool = False
     joined: bool = False
     whole_logits: bool = False
+    repeats_keys: bool = False
     dispatch_hops: int = 1
     expert_imbalance: float = 1.0
     copies_weights: bool = True

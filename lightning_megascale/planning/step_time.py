@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_megascale.planning.blocks import Cost, Cut, Machine, distinct
+from lightning_megascale.planning.blocks import block_cost, end_costs
 from lightning_megascale.planning.candidates import Candidates
 from lightning_megascale.planning.collectives import Links
+from lightning_megascale.planning.cuts import Cost, Cut, Machine, distinct
 from lightning_megascale.planning.kernels import Rates
 from lightning_megascale.planning.schedules import Stages, makespan
 from lightning_megascale.planning.shape import LayerKind, ModelShape
@@ -140,7 +141,8 @@ class _Pipeline:
         model = machine.workload.model
         cut, places = Cut.of(plans, strides)
         kinds = tuple(model.kinds)
-        costs = np.array([*(machine.block(kind, cut).table() for kind in kinds), *(end.table() for end in machine.ends(cut))])  # (K+2, 10, U)
+        parts = (*(block_cost(machine, kind, cut) for kind in kinds), *end_costs(machine, cut))
+        costs = np.array([part.table() for part in parts])  # (K + 2, 10, U)
         microbatches = plans.microbatches(machine.workload.global_batch_size)
         piped = plans.pp > 1
         rows, back = distinct(plans.pp, plans.stages_per_rank, np.where(piped, plans.schedule, 1), places, microbatches)
@@ -152,9 +154,9 @@ class _Pipeline:
             blocks = _parts(model, int(pp * virtual), machine.stack)
             counts[:, mine], bubble[mine] = _busiest(costs[:, :, rows[3][mine]], blocks, SCHEDULES[schedule], int(pp), rows[4][mine])
         chosen = costs[:, :, rows[3]]
-        parts = np.einsum("kn,kfn->fn", counts, chosen)
+        busiest = np.einsum("kn,kfn->fn", counts, chosen)
         held = _held(model, kinds, counts[:, back], plans)
-        return cls(Cost(*parts[:, back]), bubble[back], held)
+        return cls(Cost(*busiest[:, back]), bubble[back], held)
 
 
 def _parts(model: ModelShape, stages: int, stack: Stack) -> np.ndarray:
@@ -189,7 +191,9 @@ def _busiest(costs: np.ndarray, blocks: np.ndarray, schedule: str, ranks: int, m
 
 def _held(model: ModelShape, kinds: tuple[LayerKind, ...], counts: np.ndarray, plans: Candidates) -> Held:
     """What the busiest rank holds."""
-    experts = np.array([sum(matmul.parameters for matmul in kind.matmuls if matmul.copies > 1) for kind in kinds] + [0, 0], dtype=np.float64)
+    experts = np.array(
+        [sum(matmul.parameters for matmul in kind.matmuls if matmul.copies > 1) for kind in kinds] + [0, 0], dtype=np.float64
+    )
     head = model.head_parameters + model.tied_parameters + model.vectors
     both = plans.pp == 1  # a tied weight stands on both ends of a pipeline, and once without one
     whole = np.array([float(kind.parameters) for kind in kinds] + [float(model.embedding_parameters), float(head)])
