@@ -66,6 +66,19 @@ def number(key: str, text: str, kind: Callable[[str], _T], least: float | None =
     return value
 
 
+def check_output(key: str, path: str) -> None:
+    """A file can be written there.
+
+    Raises:
+        UserError: for an empty name, a folder, or a place that does not exist or takes no file.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not path or os.path.isdir(path):
+        raise UserError(f"{key}={path}: must be a file")
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
+        raise UserError(f"{key}={path}: cannot be written; give a file in a folder that exists and is yours")
+
+
 def choice(key: str, text: str, options: Iterable[str]) -> str:
     """The value, when it is one of the options.
 

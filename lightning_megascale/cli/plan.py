@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megascale.cli.arguments import number
+from lightning_megascale.cli.arguments import check_output, number
 from lightning_megascale.cli.errors import USER_ERROR_EXIT_CODE, UserError, explain, wants_traceback
 
 USAGE = """megascale plan recipe=NAME or model=NAME or hf=FOLDER [cluster=NAME] [key=value ...]
@@ -22,6 +22,7 @@ USAGE = """megascale plan recipe=NAME or model=NAME or hf=FOLDER [cluster=NAME] 
   cluster=NAME             of conf/cluster, or a YAML file like those there (h100_1024)
   gpus=64 gpu=h100         cut the cluster, or put other GPUs into it
   batch.global_size=1024   rows of a step; batch.sequence_length=2048 tokens of a row
+  source_length=512        tokens that the encoder of an encoder-decoder reads for a row
   batch.micro_size=1       rows of one forward; left out, the search chooses
   plan.KEY=VALUE           fixes a field of the plan, such as plan.tensor_parallel_size=8
   plan_file=FILE           shows this plan as it is written, beside the best
@@ -41,7 +42,7 @@ megascale plan profile [out=FILE.yaml]
 
   Exit code: 0 a plan was found, 2 none can be or something was asked for wrongly."""
 
-_OWN = ("hf", "gpus", "gpu", "top", "out", "png", "plan_file", "profile", "fabric", "hosts", "ranks", "rows", "cluster")
+_OWN = ("hf", "gpus", "gpu", "top", "out", "png", "plan_file", "source_length", "profile", "fabric", "hosts", "ranks", "rows", "cluster")
 _DEFAULT_CLUSTER = "h100_1024"
 _DEFAULT_TOKENS = 2**22
 
@@ -117,37 +118,57 @@ def parse(arguments: list[str]) -> Request:
 
 def _search(request: Request) -> int:
     from lightning_megascale.cli.plan_table import show
-    from lightning_megascale.cli.setting import fixed_columns
+    from lightning_megascale.cli.setting import fixed_columns, kept_fields
     from lightning_megascale.planning.nearest import explain_nothing
+    from lightning_megascale.planning.plan_effects import not_modelled, stack_under
     from lightning_megascale.planning.search import search
 
     own = request.own
+    _check_outputs(own)
     cfg = _compose(request)
     setting, assumed, whole = _setting(request, cfg)
     plan = cfg["plan"] if any(item.startswith(("plan=", "plan.")) for item in request.overrides) else {}
     fixed = fixed_columns(plan, request.overrides)
     if (micro := cfg["batch"]["micro_size"]) is not None and any(item.startswith("batch.micro_size=") for item in request.overrides):
         fixed["microbatch_size"] = micro
-    if "out" in own and Path(own["out"]).suffix not in (".yaml", ".yml"):
-        raise UserError(f"out={own['out']}: must be a .yaml file, such as plan.yaml")
     top = number("top", own.get("top", "10"), int, 1)
     given = _given_plan(own, setting)
-    result = search(setting, top=top, fixed=fixed)
-    show(result, assumed, given)
+    setting = dataclasses.replace(setting, stack=stack_under(setting.stack, plan))
+    result = search(setting, top=top, fixed=fixed, given=kept_fields(plan))
+    show(result, assumed, given, not_modelled(plan))
     if not result.best:
         raise UserError(explain_nothing(result, fixed, whole))
     if "out" in own:
-        _write(result, own["out"], request)
+        _write(result.plan(), result.best[0], request)
+    placed = None
     if {"fabric", "hosts", "ranks"} & set(own):
         from lightning_megascale.cli.plan_place import place_best
 
-        place_best(result.best[0], whole, own)
+        placed = place_best(result.best[0], whole, own)
     if "png" in own:
         from lightning_megascale.cli.plan_png import draw
 
-        draw(result.best[0], own["png"])
+        draw(result.best[0], own["png"], placed)
         print(f"wrote {own['png']}")
     return 0
+
+
+def _check_outputs(own: dict[str, str]) -> None:
+    """Files that are to be written can be, and are several.
+
+    Raises:
+        UserError: naming the key.
+    """
+    named = {key: own[key] for key in ("out", "png", "hosts", "ranks") if key in own}
+    for key, path in named.items():
+        check_output(key, path)
+        others = [other for other, place in named.items() if other != key and Path(place).resolve() == Path(path).resolve()]
+        if others:
+            raise UserError(f"{key}={path} and {others[0]}={path} are one file; give each its own")
+    if "out" in own and Path(own["out"]).suffix not in (".yaml", ".yml"):
+        raise UserError(f"out={own['out']}: must be a .yaml file, such as plan.yaml")
+    if "png" in own and Path(own["png"]).suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"png={own['png']}: must be a .png file (.pdf and .svg are drawn too)")
 
 
 def _given_plan(own: dict[str, str], setting: Any) -> Any:
@@ -208,7 +229,10 @@ def _setting(request: Request, cfg: dict[str, Any]) -> tuple[Any, list[str], Any
     if "fabric" in own:
         from lightning_megascale.topology.readers import read_fabric
 
-        whole = read_fabric(own["fabric"]).cluster(like=whole)
+        fabric = read_fabric(own["fabric"])
+        whole = fabric.cluster(like=whole)
+        if left_out := getattr(fabric, "left_out", ()):
+            assumed.append(f"no GPU nodes: {', '.join(left_out[:6])}{', ...' if len(left_out) > 6 else ''}")
     cluster = whole.cut(gpus=gpus)
     from_recipe = any(item.startswith("recipe=") for item in request.overrides)
     given = {item.partition("=")[0] for item in request.overrides}
@@ -219,11 +243,14 @@ def _setting(request: Request, cfg: dict[str, Any]) -> tuple[Any, list[str], Any
     if not from_recipe and "batch.global_size" not in given:
         batch = max(1, _DEFAULT_TOKENS // length)
         assumed.append(f"batch.global_size={batch}")
+    if not isinstance(length, int) or length < 1:
+        raise UserError(f"batch.sequence_length={length}: must be a whole number of at least 1")
     precision = cfg["trainer"]["precision"]
     if precision is None:
         precision = "bf16-mixed"
         assumed.append("trainer.precision=bf16-mixed")
-    setting = setting_of(shape, cluster, sequence_length=length, global_batch_size=batch, precision=precision)
+    source = number("source_length", own["source_length"], int, 1) if "source_length" in own else None
+    setting = setting_of(shape, cluster, sequence_length=length, global_batch_size=batch, precision=precision, source_length=source)
     if "profile" in own:
         from lightning_megascale.cli.plan_profile import with_profile
 
@@ -231,14 +258,14 @@ def _setting(request: Request, cfg: dict[str, Any]) -> tuple[Any, list[str], Any
     return setting, assumed, whole
 
 
-def _write(result: Any, out: str, request: Request) -> None:
+def _write(plan: Any, best: Any, request: Request) -> None:
     from lightning_megascale.planning.plan_file import write_plan
 
-    best = result.best[0]
+    out = request.own["out"]
     comments = (
         f"megascale plan {' '.join([*request.overrides, *(f'{key}={value}' for key, value in request.own.items())])}",
         f"{best.step_seconds:.3g} s a step, {best.memory_bytes / 1e9:.1f} GB a GPU, goodput {best.goodput.share:.3f} on {best.gpus} GPUs",
         "the estimates of a model: see its errors in README",
     )
-    write_plan(result.plan(), out, comments)
+    write_plan(plan, out, comments)
     print(f"wrote {out}: run it with megascale train plan_file={out}")

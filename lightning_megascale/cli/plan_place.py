@@ -12,10 +12,8 @@ from lightning_megascale.topology.cluster import Cluster
 from lightning_megascale.topology.placement import AXES, Placement, evaluate, place
 from lightning_megascale.topology.placement_file import write_placement
 
-KEYS = ("hosts", "ranks")
 
-
-def place_best(best: Estimate, whole: Cluster, own: Mapping[str, str]) -> None:
+def place_best(best: Estimate, whole: Cluster, own: Mapping[str, str]) -> Placement:
     """Places a plan, prints how good it is, and writes the files that were asked for.
 
     Args:
@@ -38,7 +36,11 @@ def place_best(best: Estimate, whole: Cluster, own: Mapping[str, str]) -> None:
     order = " > ".join(axis for axis in found.axis_order if sizes[axis] > 1) or "one rank"
     print(f"placement: {order}; the slowest link is busy {found.seconds:.3g} s a step, {plain.seconds:.3g} s in the order of the nodes")
     print(f"           {found.quality}")
+    print("           step times above are those of ranks in the cluster's own order")
     _write(found, own)
+    if "hosts" in own and "ranks" not in own and found.axis_order != AXES:
+        print("the order of the axes is half of the placement: ranks=FILE writes it for the strategy")
+    return found
 
 
 def _write(found: Placement, own: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from lightning_megascale.support import SCHEDULES
 
 if TYPE_CHECKING:
     from lightning_megascale.planning.estimates import Estimate
+    from lightning_megascale.topology.placement import Placement
 
 _KINDS = {"forward": "#4c78a8", "backward": "#f58518", "inputs": "#f58518", "weights": "#eeca3b"}
 _PARTS = {"parameters": "#4c78a8", "gradients": "#72b7b2", "optimizer": "#54a24b", "unsharded": "#b279a2", "activations": "#f58518",
@@ -20,11 +21,12 @@ _PARTS = {"parameters": "#4c78a8", "gradients": "#72b7b2", "optimizer": "#54a24b
 _MOST_RANKS, _MOST_MICROBATCHES, _MOST_NODES = 16, 32, 16
 
 
-def draw(plan: Estimate, path: str) -> None:
+def draw(plan: Estimate, path: str, placed: Placement | None = None) -> None:
     """Writes the picture.
 
     Args:
         plan: one estimate.
+        placed: where its ranks stand; None: in the order of the cluster's nodes, pp outermost.
         path: of a PNG (or what else matplotlib writes by its suffix).
 
     Raises:
@@ -43,7 +45,7 @@ def draw(plan: Estimate, path: str) -> None:
     )
     _timeline(top, plan)
     _memory(middle, plan)
-    _placement(bottom, plan)
+    _placement(bottom, plan, placed)
     figure.savefig(path, dpi=110)
 
 
@@ -108,19 +110,21 @@ def _memory(axis: Any, plan: Estimate) -> None:
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
 
 
-def _placement(axis: Any, plan: Estimate) -> None:
+def _placement(axis: Any, plan: Estimate, placed: Placement | None) -> None:
     """GPUs of the first nodes, coloured by pipeline rank, with the coordinates of the rank that each holds."""
     from matplotlib import colormaps
 
     columns = {name: int(column[0]) for name, column in plan.candidates.columns().items()}
-    names = [name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if columns[name] > 1]
+    names = [name for name in _AXES if columns[name] > 1]
     per_node = min(plan.setting.cluster.gpus_per_node, plan.gpus)
     nodes = min(-(-plan.gpus // per_node), _MOST_NODES)
-    sizes = [columns[name] for name in names]
+    grid = np.arange(plan.gpus) if placed is None else np.array(placed.strategy_placement)
+    places = np.unravel_index(np.argsort(grid), [columns[name] for name in _AXES])  # of each rank
+    hosts = [node.name for node in plan.setting.cluster.nodes[:nodes]] if placed is None else list(placed.hosts[:nodes])
     colors = colormaps["tab20"]
     for gpu in range(nodes * per_node):
         node, slot = divmod(gpu, per_node)
-        place = dict(zip(names, np.unravel_index(gpu, sizes), strict=True)) if names else {}
+        place = {name: int(places[number][gpu]) for number, name in enumerate(_AXES) if name in names}
         hue = place.get("dp_shard", place.get("dp_replicate", 0)) if columns["pp"] == 1 or nodes * per_node <= 1 else place.get("pp", 0)
         axis.add_patch(_square(slot, node, colors(int(hue) % 20)))
         words = " ".join(f"{_SHORT[name]}{int(value)}" for name, value in place.items())
@@ -128,12 +132,14 @@ def _placement(axis: Any, plan: Estimate) -> None:
     axis.set_xlim(0, per_node)
     axis.set_ylim(nodes, 0)
     axis.set_xticks(np.arange(per_node) + 0.5, [f"GPU {slot}" for slot in range(per_node)], fontsize=8)
-    axis.set_yticks(np.arange(nodes) + 0.5, [plan.setting.cluster.nodes[node].name for node in range(nodes)], fontsize=7)
+    axis.set_yticks(np.arange(nodes) + 0.5, hosts, fontsize=7)
     fewer = f": the first {nodes} of {-(-plan.gpus // per_node):,} nodes" if plan.gpus > nodes * per_node else ""
     shown = ", ".join(f"{_SHORT[name]} {name}" for name in names) or "one rank"
-    axis.set_title(f"placement{fewer} ({shown})", loc="left", fontsize=10)
+    order = "in the order of the nodes" if placed is None else f"{placed.seconds:.3g} s of the slowest link"
+    axis.set_title(f"placement, {order}{fewer} ({shown})", loc="left", fontsize=10)
 
 
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SHORT = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"}
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_megascale.cli.arguments import parse
+from lightning_megascale.cli.arguments import check_output, parse
 from lightning_megascale.cli.errors import UserError
 from lightning_megascale.planning.stack import Stack
 from lightning_megascale.topology.gpus import GPUS, Gpu, gpu_sheet
@@ -34,6 +34,7 @@ def profile(arguments: list[str]) -> int:
 
     values = parse("plan", "profile", arguments, (), ("out", "gpu"))
     out = values.get("out", "profile.yaml")
+    check_output("out", out)
     sheet = _sheet(values.get("gpu"))
     constants = measure(sheet)
     source = f"measured on {sheet.name} by megascale plan profile"

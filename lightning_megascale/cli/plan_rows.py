@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_megascale.cli.errors import UserError
 from lightning_megascale.planning.accuracy import Errors, Ranking
 from lightning_megascale.planning.estimates import Estimate, estimate
-from lightning_megascale.planning.rows import MeasuredRow, read_rows_and_reasons, write_predictions
+from lightning_megascale.planning.rows import MeasuredRow, RowFile, read_row_file, write_predictions
 from lightning_megascale.planning.stacks import with_constants
 
 _KEYS = ("rows", "out")
@@ -27,29 +31,83 @@ def predict(own: Mapping[str, str], overrides: Sequence[str]) -> int:
         overrides: of keys that belong to a search; none may be given.
 
     Raises:
-        UserError: for keys of a search, or a file that cannot be read.
+        UserError: for keys of a search, or an out that cannot be written or is the file of rows.
+        ValueError: for a file that cannot be read.
     """
     others = [*overrides, *(f"{key}={value}" for key, value in own.items() if key not in _KEYS)]
     if others:
         raise UserError(f"{', '.join(others)}: rows=FILE takes model, GPUs and plan from the file, and only out=FILE beside it")
-    rows, reasons = read_rows_and_reasons(own["rows"])
-    found = [(row, predicted(row)) for row in rows]
+    if not own["rows"].strip():
+        raise UserError("rows= is empty; give rows=FILE.csv")
+    if "out" in own:
+        _check_out(own["out"], own["rows"])
+    file = read_row_file(own["rows"])
+    found = [(row, predicted(row)) for row in file.rows]
     console = Console(highlight=False, width=None if Console().is_terminal else 140)
+    for name, column in file.misspelt.items():
+        console.print(f"warning: column {name} is not read; did you mean {column}?", markup=False, soft_wrap=True)
     if found:
-        console.print(_error_table(found))
+        errors = _error_table(found)
+        if errors.row_count:
+            console.print(errors)
+        else:
+            _print_predictions(console, found)
         _print_rankings(console, found)
         _print_decisions(console, found)
-    for reason, count in Counter(reasons.values()).most_common():
-        console.print(f"{count} row{'s'[: count != 1]} not predicted: {reason}", markup=False, soft_wrap=True)
-    assumed = Counter(text.partition(":")[0] for row in rows for text in row.assumed)
-    for text, count in assumed.most_common(8):
-        console.print(f"assumed for {count} rows: {text}", markup=False, soft_wrap=True)
+    _print_notes(console, file)
     if not found:
         raise UserError(f"rows={own['rows']}: no row can be predicted")
     if "out" in own:
-        write_predictions(own["out"], [_written(row, guess) for row, guess in found] + [{"row_id": row_id} for row_id in reasons])
+        write_predictions(own["out"], [_written(row, guess) for row, guess in found] + [{"row_id": row_id} for row_id in file.reasons])
         console.print(f"wrote {own['out']}: memory in GiB", markup=False)
     return 0
+
+
+def _check_out(out: str, rows: str) -> None:
+    """Refuses before any work what could not be written after it, or would replace the input; leaves nothing behind."""
+    path = Path(os.path.realpath(out))
+    if not out.strip():
+        raise UserError("out= is empty; give out=FILE.csv")
+    if path.is_dir():
+        raise UserError(f"out={out}: is a folder; give a file in it")
+    if path.exists() and Path(rows).exists() and path.samefile(rows):
+        raise UserError(f"out={out}: is the file of rows={rows}, which holds the measurements; give another file")
+    if not path.parent.is_dir():
+        raise UserError(f"out={out}: there is no folder {Path(out).parent}; make it, or give another file")
+    try:  # a trial tells more than the permission bits: a file system may be mounted to be read only
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written: {error.strerror}; give a file in a folder that can") from None
+
+
+def _print_notes(console: Console, file: RowFile) -> None:
+    """What was not predicted and why, and what was assumed."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for row_id, reason in file.reasons.items():
+        groups[reason].append(row_id)
+    for reason, ids in sorted(groups.items(), key=lambda item: -len(item[1])):
+        console.print(f"{_count(ids)} not predicted ({_first(ids)}): {reason}", markup=False, soft_wrap=True)
+    differ: dict[str, list[str]] = defaultdict(list)
+    for row in file.rows:
+        for text in row.assumed:
+            if text.startswith("params_b="):
+                differ[text].append(row.row_id)
+    for text, ids in differ.items():
+        console.print(f"{text} ({_count(ids)}: {_first(ids)})", markup=False, soft_wrap=True)
+    assumed = Counter(text.partition(":")[0] for row in file.rows for text in row.assumed if text not in differ)
+    for text, count in assumed.most_common(8):
+        console.print(f"assumed for {count} rows: {text}", markup=False, soft_wrap=True)
+
+
+def _count(ids: Sequence[str]) -> str:
+    return f"{len(ids)} row{'s'[: len(ids) != 1]}"
+
+
+def _first(ids: Sequence[str], most: int = 5) -> str:
+    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
 def predicted(row: MeasuredRow) -> Estimate:
@@ -80,6 +138,20 @@ def _error_table(found: Sequence[tuple[MeasuredRow, Estimate]]) -> Table:
                 figures = (errors.mean, errors.median, errors.worst, errors.spread, errors.bias)
                 table.add_row(name, what, str(errors.count), *(f"{value:.2f}" for value in figures))
     return table
+
+
+def _print_predictions(console: Console, found: Sequence[tuple[MeasuredRow, Estimate]], most: int = 20) -> None:
+    """The first ``most`` predictions, for a file that has nothing to compare them with."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("row_id", "predicted seconds", "GB a GPU", "fits"):
+        table.add_column(name, justify="left" if name == "row_id" else "right", overflow="fold")
+    for row, guess in found[:most]:
+        fits = "yes" if guess.fits else "no"
+        table.add_row(Text(row.row_id), f"{guess.step_seconds:.4g}", f"{guess.memory_bytes / 1e9:.1f}", fits)
+    console.print("no row has a measured time of a run that fit, or a memory: only predictions", markup=False)
+    console.print(table)
+    if len(found) > most:
+        console.print(f"and {len(found) - most} more; out=FILE.csv writes all of them", markup=False)
 
 
 def _print_rankings(console: Console, found: Sequence[tuple[MeasuredRow, Estimate]]) -> None:

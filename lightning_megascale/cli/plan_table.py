@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
-def show(result: SearchResult, assumed: Sequence[str], given: Estimate | None = None) -> None:
+def show(result: SearchResult, assumed: Sequence[str], given: Estimate | None = None, ignored: Sequence[str] = ()) -> None:
     """Prints the answer.
 
     Args:
         result: of the search.
         assumed: keys that nobody gave, with the values taken.
         given: a plan to be shown as it is written.
+        ignored: fields that no estimate depends on.
     """
     console = Console(highlight=False, width=None if Console().is_terminal else 170)
-    for name, text in _header(result, assumed):
+    ignored = [*ignored, *(given.not_modelled if given is not None else ())]
+    for name, text in _header(result, assumed) + ([("ignored", f"not modelled: {', '.join(dict.fromkeys(ignored))}")] if ignored else []):
         console.print(f"{name:<9}{text}", markup=False, soft_wrap=True)
     if given is not None:
         console.print(_table([given], "the plan as written"))
@@ -39,7 +41,9 @@ def show(result: SearchResult, assumed: Sequence[str], given: Estimate | None = 
     if not result.best:
         return
     console.print(_table(result.best, None))
-    if given is not None:
+    if given is not None and not given.fits:
+        console.print("the plan as written cannot run: it needs more memory than there is", markup=False)
+    elif given is not None:
         ratio = given.goodput.seconds_per_useful_step / result.best[0].goodput.seconds_per_useful_step
         console.print(f"the best plan needs {1 / ratio:.2f} of the time of the plan as written, for the same useful steps", markup=False)
     console.print("\nwhat ruled the others out:", markup=False)
@@ -63,7 +67,7 @@ def _header(result: SearchResult, assumed: Sequence[str]) -> list[tuple[str, str
         ("batch", f"{work.global_batch_size:,} rows of {work.sequence_length:,} tokens a step, {setting.stack.precision.name}"),
         ("cluster", f"{cluster.name}: {result.gpus:,} {cluster.gpu.name}, {setting.memory_bytes / 1e9:.1f} GB a GPU, {failures}"),
         ("stack", f"{setting.stack.name}: {setting.stack.source}"),
-        ("searched", f"{result.considered:,} combinations"),
+        ("searched", f"{result.considered:,} combination{'s'[: result.considered != 1]}"),
     ]
     return rows + ([("assumed", ", ".join(assumed))] if assumed else [])
 
@@ -82,7 +86,10 @@ def _table(plans: Sequence[Estimate], title: str | None) -> Table:
             f"{plan.goodput.seconds_per_useful_step:.3g}",
         ]  # fmt: skip
         table.add_row(*cells)
-    table.caption = "MFU: nothing recomputed, attention's causal half. Shares are of wall time; communication is what nothing hides"
+    table.caption = (
+        "MFU: nothing recomputed, attention's causal half. Shares are of wall time; communication is what nothing hides.\n"
+        "saves: recomputed blocks; reshard: parameters freed after each use; reduce: gradients reduced after each microbatch"
+    )
     table.caption_justify = "left"
     return table
 
@@ -91,6 +98,8 @@ def axes(plan: Estimate) -> str:
     """The sizes above 1 and the schedule in short: "pp8 (Interleaved1F1B x2) dp_shard16 tp8"."""
     columns = {name: int(column[0]) for name, column in plan.candidates.columns().items()}
     parts = [f"{name}{columns[name]}" for name in _AXES if columns[name] > 1] or ["one rank"]
+    if columns["sequence_parallel"]:
+        parts[parts.index(f"tp{columns['tp']}")] += "+sp"
     if columns["cp"] > 1:
         parts.insert(parts.index(f"cp{columns['cp']}") + 1, f"({METHODS[columns['method']]})")
     if columns["pp"] > 1:

@@ -8,10 +8,12 @@ from typing import Any
 
 from lightning_megascale.cli.errors import UserError
 from lightning_megascale.plan import ParallelPlan
+from lightning_megascale.plan_rules import check_values
 from lightning_megascale.planning.candidates import CHECKPOINTING, METHODS, SHARDING
 from lightning_megascale.planning.estimates import Setting
 from lightning_megascale.planning.model_config import from_decoder_config
 from lightning_megascale.planning.nearest import explain_nothing
+from lightning_megascale.planning.plan_effects import stack_under
 from lightning_megascale.planning.precisions import precision_named
 from lightning_megascale.planning.search import search
 from lightning_megascale.planning.shape import ModelShape
@@ -29,6 +31,7 @@ _COLUMNS = {
     "context_parallel_size": "cp",
     "expert_parallel_size": "ep",
     "pipeline_stages_per_rank": "stages_per_rank",
+    "data_parallel_size": "dp",
 }
 _CODES: dict[str, tuple[str, dict[Any, int]]] = {
     "activation_checkpointing": ("checkpointing", {name: number for number, name in enumerate(CHECKPOINTING)}),
@@ -37,7 +40,7 @@ _CODES: dict[str, tuple[str, dict[Any, int]]] = {
     "sequence_parallel": ("sequence_parallel", {False: 0, True: 1}),
     "context_parallel_method": ("method", {name: number for number, name in enumerate(METHODS)}),
 }
-_BATCH = ("microbatch_size", "global_batch_size", "data_parallel_size")
+_BATCH = ("microbatch_size", "global_batch_size")
 _KEPT = ("loss_weight", "label_alignment", "attention_backend", "context_parallel_layout", "expert_dispatcher", "compile",
          "allow_batch_change", "reduce_dtype", "expert_payload_dtype")  # fmt: skip
 
@@ -64,14 +67,16 @@ def model_shape(model: Any, name: str) -> ModelShape:
         raise UserError(f"model: {error}") from error
 
 
-def setting_of(model: ModelShape, cluster: Cluster, *, sequence_length: int, global_batch_size: int, precision: Any) -> Setting:
+def setting_of(
+    model: ModelShape, cluster: Cluster, *, sequence_length: int, global_batch_size: int, precision: Any, source_length: int | None = None
+) -> Setting:
     """What a search needs.
 
     Raises:
         UserError: for a batch, a row or a precision that cannot be.
     """
     try:
-        workload = Workload(model, sequence_length, global_batch_size)
+        workload = Workload(model, sequence_length, global_batch_size, source_length=source_length)
         stack = dataclasses.replace(stack_for(cluster.gpu.name), precision=precision_named(precision))
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -101,6 +106,7 @@ def fixed_columns(plan: Mapping[str, Any], overrides: Sequence[str] = ()) -> dic
         UserError: for a field that a search cannot hold to.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(ParallelPlan)}
+    _check_values(plan)
     fixed: dict[str, int] = {}
     for name, value in plan.items():
         typed = any(item.startswith(f"plan.{name}=") for item in overrides)
@@ -119,6 +125,22 @@ def fixed_columns(plan: Mapping[str, Any], overrides: Sequence[str] = ()) -> dic
     return fixed
 
 
+def _check_values(plan: Mapping[str, Any]) -> None:
+    """What a field cannot be is said in the plan's own words, with what it can be."""
+    try:
+        wrong = check_values(ParallelPlan.from_dict(plan))
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    if wrong:
+        raise UserError("\n".join(f"plan.{line}" for line in wrong))
+
+
+def kept_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that were given and no search chooses; every plan of it has them."""
+    defaults = {field.name: field.default for field in dataclasses.fields(ParallelPlan)}
+    return {name: values[name] for name in _KEPT if name in values and values[name] != defaults[name]}
+
+
 def planned(setting: Setting, ranks: int, values: Mapping[str, Any], micro_size: int | None, overrides: Sequence[str] = ()) -> ParallelPlan:
     """The best plan of so many ranks, with those fields of ``values`` that were given.
 
@@ -127,12 +149,9 @@ def planned(setting: Setting, ranks: int, values: Mapping[str, Any], micro_size:
     """
     if ranks > setting.cluster.num_gpus:
         raise UserError(f"plan=auto: {ranks} ranks, and cluster {setting.cluster.name!r} has {setting.cluster.num_gpus} GPUs")
+    setting = dataclasses.replace(setting, stack=stack_under(setting.stack, values))
     fixed = fixed_columns(values, overrides) | ({} if micro_size is None else {"microbatch_size": micro_size})
-    result = search(setting, ranks, top=1, fixed=fixed)
+    result = search(setting, ranks, top=1, fixed=fixed, given=kept_fields(values))
     if not result.best:
         raise UserError(explain_nothing(result, fixed))
-    kept = {name: values[name] for name in _KEPT if name in values}
-    found = result.plan()
-    if kept.get("label_alignment") is None:
-        kept["label_alignment"] = found.label_alignment
-    return dataclasses.replace(found, **kept)
+    return result.plan()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,9 @@ import numpy as np
 from lightning_megascale.plan import ParallelPlan
 from lightning_megascale.planning.candidates import Candidates
 from lightning_megascale.planning.goodput import Footprint, Goodput, Reliability, Storage, estimate_goodput
+from lightning_megascale.planning.legal import broken_rules
 from lightning_megascale.planning.memory import Memory, memory
+from lightning_megascale.planning.plan_effects import check_split, not_modelled, stack_under
 from lightning_megascale.planning.stack import Stack
 from lightning_megascale.planning.stacks import stack_for
 from lightning_megascale.planning.step_time import StepTime, step_time
@@ -94,6 +97,7 @@ class Estimate:
         time: seconds by cause.
         memory: bytes by kind, of the pipeline rank that needs most.
         goodput: of the whole run.
+        not_modelled: fields of the plan that no figure here depends on, as "name=value".
     """
 
     setting: Setting
@@ -101,6 +105,7 @@ class Estimate:
     time: StepTime
     memory: Memory
     goodput: Goodput
+    not_modelled: tuple[str, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -170,20 +175,32 @@ def estimate(
         reliability: failures and recovery; None: the cluster's rate and the defaults.
 
     Raises:
-        ValueError: the plan has an open size, needs more GPUs than there are, or is several.
+        ValueError: the plan has an open size, needs more GPUs than there are, or is several; or, for a ``ParallelPlan``, it breaks a rule
+            of its own or of the model, the batch or the schedule.
     """
     stack = stack or stack_for(cluster.gpu.name)
     heads = workload.model.layers[0].cores[0].kv_heads if workload.model.layers[0].cores else None
     candidates = plan if isinstance(plan, Candidates) else Candidates.from_plan(plan, heads)
     if len(candidates) != 1:
         raise ValueError(f"plan: {len(candidates)} candidates, and one is estimated; take(np.array([i])) chooses one")
+    if isinstance(plan, ParallelPlan):
+        _check(plan, workload, candidates)
+        stack = stack_under(stack, dataclasses.asdict(plan))
     gpus = int(candidates.world_size[0])
     if gpus > cluster.num_gpus:
         raise ValueError(f"plan: it needs {gpus} GPUs, and cluster {cluster.name!r} has {cluster.num_gpus}; use a larger cluster")
     setting = Setting(workload, cluster, stack, reliability)
     time = step_time(workload, cluster, stack, candidates)
     goodput = setting.goodput(float(time.total[0]), gpus, int(candidates.dp_replicate[0]))
-    return Estimate(setting, candidates, time, memory(workload, cluster, stack, candidates), goodput)
+    ignored = not_modelled(dataclasses.asdict(plan)) if isinstance(plan, ParallelPlan) else ()
+    return Estimate(setting, candidates, time, memory(workload, cluster, stack, candidates), goodput, ignored)
+
+
+def _check(plan: ParallelPlan, workload: Workload, candidates: Candidates) -> None:
+    wrong = [*plan.check(int(candidates.world_size[0])), *broken_rules(workload, candidates), *check_split(plan, workload.model)]
+    if wrong:
+        lines = "\n".join(f"  - {message}" for message in dict.fromkeys(wrong))
+        raise ValueError(f"this plan cannot run {workload.model.name}:\n{lines}")
 
 
 def floor_seconds(setting: Setting, plans: Candidates) -> np.ndarray:

@@ -37,7 +37,7 @@ def base_candidates(
         workload: what is trained.
         gpus: ranks.
         most_tensor: the largest tensor-parallel size; that of an NVLink domain.
-        fixed: column -> the only value it may have.
+        fixed: column -> the only value it may have; "dp" for dp_replicate x dp_shard.
 
     Returns:
         (candidates, rule -> how many combinations it refuses: of sizes for the rules of sizes, of plans for the others).
@@ -115,6 +115,8 @@ def _sizes(workload: Workload, gpus: int, most_tensor: int, fixed: Mapping[str, 
             continue
         for pp in _allowed(_divisors(gpus // tp // cp), "pp", fixed):
             data = gpus // (tp * cp * pp)
+            if data != fixed.get("dp", data):
+                continue
             if workload.global_batch_size % data:
                 refused[f"global_batch_size={workload.global_batch_size} is no multiple of the data-parallel size"] += 1
                 continue
@@ -147,9 +149,11 @@ def _with_options(workload: Workload, classes: np.ndarray, fixed: Mapping[str, i
     sequence = (named["tp"] > 1) & (length // named["cp"] % named["tp"] == 0) & bool(fixed.get("sequence_parallel", 1))
     ones, zeros = np.ones(table.shape[1], dtype=np.int64), np.zeros(table.shape[1], dtype=np.int64)
     off = zeros.astype(bool)
-    return Candidates(
+    plans = Candidates(
         **named, dp_replicate=ones, ep=ones, checkpointing=zeros, sharding=zeros, sequence_parallel=sequence, reduce_every=off
-    ), table[0]
+    )
+    kept = sequence == bool(fixed.get("sequence_parallel", 0)) if "sequence_parallel" in fixed else ~off
+    return plans.take(kept), table[0][kept]
 
 
 def _option(name: str, fixed: Mapping[str, int]) -> Sequence[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -86,12 +88,13 @@ def schedule_rules(workload: Workload, plans: Candidates) -> Iterator[Rule]:
         yield "a zero-bubble schedule takes no model with experts", piped & _is(plans, ZERO_BUBBLE_SCHEDULES)
 
 
-def support_rules(plans: Candidates, global_batch_size: int) -> Iterator[Rule]:
+def support_rules(plans: Candidates, global_batch_size: int, given: Mapping[str, Any] | None = None) -> Iterator[Rule]:
     """What the support table and the plan's own rules refuse: asked once for each choice of features, in the plan's words.
 
     Args:
         plans: that break no other rule.
         global_batch_size: rows of a step.
+        given: further fields of every plan, which no column holds.
     """
     many = plans.microbatches(global_batch_size) > 1
     sizes = (plans.pp, plans.dp_replicate, plans.dp_shard, plans.cp, plans.tp, plans.ep)
@@ -102,10 +105,21 @@ def support_rules(plans: Candidates, global_batch_size: int) -> Iterator[Rule]:
     refused: dict[str, list[int]] = {}
     examples = plans.take(firsts)
     for number, ranks in enumerate(examples.world_size.tolist()):
-        for message in examples.plan(number, global_batch_size).check(ranks)[:1]:
+        plan = dataclasses.replace(examples.plan(number, global_batch_size), **(given or {}))
+        for message in plan.check(ranks)[:1]:
             refused.setdefault(message, []).append(number)
     for message, numbers in refused.items():
         yield message, np.isin(owners, numbers)
+
+
+def broken_rules(workload: Workload, plan: Candidates) -> list[str]:
+    """Every rule of model, batch and schedule that one plan breaks.
+
+    Args:
+        plan: columns of length 1.
+    """
+    rules = [*model_rules(workload.model, plan.tp, plan.ep), *batch_rules(workload, plan), *schedule_rules(workload, plan)]
+    return [message for message, wrong in rules if bool(np.broadcast_to(wrong, 1)[0])]
 
 
 def first_broken(rules: Iterator[Rule], number: int) -> tuple[np.ndarray, list[str]]:

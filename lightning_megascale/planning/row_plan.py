@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,8 @@ def _sharding(cells: Cells, software: Software, pp: int, cp: int, dp: int) -> tu
     zero, group = (cells.text("zero") or "").lower(), cells.whole("fsdp_group", least=0) or 0
     kinds = {"0": "none", "1": "optimizer", "2": "gradients", "3": "parameters", "fsdp": "parameters", "fsdp1": "parameters",
              "fsdp2": "parameters", "hsdp": "parameters"}  # fmt: skip
+    if re.fullmatch(r"\d+\.0*", zero):  # a table with empty cells is often saved with 3.0 for 3
+        zero = zero.partition(".")[0]
     if not zero:
         zero = cells.default("zero", "1" if software.stack.name.startswith("megatron") else "3")
     if zero not in kinds:

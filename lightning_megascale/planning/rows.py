@@ -13,21 +13,25 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_megascale.planning.candidates import Candidates
 from lightning_megascale.planning.known_models import Architecture, described, known
 from lightning_megascale.planning.measured_software import Software, cluster_for, software_of
-from lightning_megascale.planning.row_cells import Cells, Unpredictable
+from lightning_megascale.planning.row_cells import Cells, Unpredictable, misspelt, read_table
 from lightning_megascale.planning.row_plan import row_plan, row_stack
+from lightning_megascale.planning.shape import ModelShape
 from lightning_megascale.planning.stack import Stack
 from lightning_megascale.planning.workload import Workload
 from lightning_megascale.topology.cluster import Cluster
 
-COLUMNS = ("row_id", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "gated_ffn", "experts", "topk",
+COLUMNS = ("row_id", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "gated_ffn", "experts", "topk",
            "expert_ffn", "shared_experts", "first_dense_layers", "attention", "gpus", "gpu_type", "gpus_per_node", "global_batch",
            "micro_batch", "tp", "pp", "vpp", "cp", "ep", "dp", "zero", "fsdp_group", "recompute", "sequence_parallel", "precision",
            "iteration_time_s", "tokens_per_s_per_gpu", "memory_gb", "memory_unit", "oom", "notes", "source")  # fmt: skip
+
+# Columns of published tables that say more of a run than is read; none of them is a misspelt one.
+_NOT_READ = ("source_ref", "iteration_time_derived", "tflops_per_gpu", "mfu_pct", "hfu_pct", "from_memory")
 
 
 @dataclass(frozen=True)
@@ -65,46 +69,58 @@ class MeasuredRow:
         return self.row_id.partition(":")[0]
 
 
+@dataclass(frozen=True)
+class RowFile:
+    """What a file holds.
+
+    Args:
+        rows: that can be predicted, in order.
+        reasons: id of each other row -> why it cannot.
+        misspelt: name in the header that is not read -> the column it is close to, which the header lacks.
+    """
+
+    rows: list[MeasuredRow]
+    reasons: dict[str, str]
+    misspelt: dict[str, str]
+
+
 def read_rows(path: str | Path) -> list[MeasuredRow]:
-    """The rows of a file that can be predicted, in order; arguments and errors as ``read_rows_and_reasons``."""
-    return read_rows_and_reasons(path)[0]
+    """The rows of a file that can be predicted, in order; arguments and errors as ``read_row_file``."""
+    return read_row_file(path).rows
 
 
 def read_rows_and_reasons(path: str | Path) -> tuple[list[MeasuredRow], dict[str, str]]:
+    """(rows in order, id of each other row -> reason); arguments and errors as ``read_row_file``."""
+    found = read_row_file(path)
+    return found.rows, found.reasons
+
+
+def read_row_file(path: str | Path) -> RowFile:
     """The rows of a file that can be predicted, and why the others cannot.
 
     Args:
         path: a CSV file with a header.
 
-    Returns:
-        (rows in order, id of each other row -> reason).
-
     Raises:
-        ValueError: with file, line and column: a cell that cannot be read, an id that is missing or stands twice; or no such file.
+        ValueError: with file, line and column: a cell that cannot be read, an id that is missing or stands twice; a header without
+            row_id or with a column twice; a line longer than the header; or a file that cannot be read.
     """
-    file = Path(path)
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            lines = list(_lines(csv.DictReader(stream)))
-    except FileNotFoundError:
-        raise ValueError(f"rows={path}: there is no such file; give a CSV file with the columns {', '.join(COLUMNS)}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"rows={path}: is no CSV in UTF-8: {error}; save it so") from None
+    header, lines = read_table(path, COLUMNS)
     rows: list[MeasuredRow] = []
     reasons: dict[str, str] = {}
     seen: dict[str, int] = {}
     for line, values in lines:
-        cells = Cells(str(file), line, values)
+        cells = Cells(str(Path(path)), line, values)
         row_id = cells.text("row_id")
         if row_id is None or row_id in seen:
             found = "is empty" if row_id is None else f"{row_id!r} stands on line {seen[row_id]} too"
-            raise ValueError(f"{file}, line {line}, column row_id: {found}; give each row an id of its own")
+            raise ValueError(f"{cells.file}, line {line}, column row_id: {found}; give each row an id of its own")
         seen[row_id] = line
         try:
             rows.append(_row(row_id, cells))
         except Unpredictable as error:
             reasons[row_id] = str(error)
-    return rows, reasons
+    return RowFile(rows, reasons, misspelt((name for name in header if name not in _NOT_READ), COLUMNS))
 
 
 def write_predictions(path: str | Path, predictions: Iterable[Mapping[str, Any]]) -> None:
@@ -113,23 +129,28 @@ def write_predictions(path: str | Path, predictions: Iterable[Mapping[str, Any]]
     Args:
         path: of the file, which is replaced.
         predictions: for each row ``row_id`` and, where there are any, ``seconds``, ``memory_bytes`` (written in 2**30 bytes) and ``oom``.
+
+    Raises:
+        ValueError: the file cannot be written.
     """
-    with Path(path).open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(("row_id", "predicted_seconds", "predicted_memory_gb", "predicted_oom"))
-        for row in predictions:
-            seconds, memory, oom = row.get("seconds"), row.get("memory_bytes"), row.get("oom")
-            writer.writerow((
-                row["row_id"],
-                "" if seconds is None else f"{seconds:.6g}",
-                "" if memory is None else f"{memory / 2**30:.6g}",
-                "" if oom is None else int(oom),
-            ))  # fmt: skip
+    try:
+        with Path(path).open("w", newline="", encoding="utf-8") as stream:
+            _write(stream, predictions)
+    except OSError as error:
+        raise ValueError(f"out={path}: cannot be written: {error.strerror}; give a file in a folder that can") from None
 
 
-def _lines(reader: csv.DictReader) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    for values in reader:
-        yield reader.line_num, values
+def _write(stream: TextIO, predictions: Iterable[Mapping[str, Any]]) -> None:
+    writer = csv.writer(stream)
+    writer.writerow(("row_id", "predicted_seconds", "predicted_memory_gb", "predicted_oom"))
+    for row in predictions:
+        seconds, memory, oom = row.get("seconds"), row.get("memory_bytes"), row.get("oom")
+        writer.writerow((
+            row["row_id"],
+            "" if seconds is None else f"{seconds:.6g}",
+            "" if memory is None else f"{memory / 2**30:.6g}",
+            "" if oom is None else int(oom),
+        ))  # fmt: skip
 
 
 def _row(row_id: str, cells: Cells) -> MeasuredRow:
@@ -153,6 +174,7 @@ def _row(row_id: str, cells: Cells) -> MeasuredRow:
         shape = architecture.shape(cells.text("model") or "unnamed", length)
     except ValueError as error:
         raise Unpredictable(str(error)) from None
+    _compare_parameters(cells, shape)
     seconds, memory = _measured(cells, batch * length / gpus)
     return MeasuredRow(
         row_id=row_id,
@@ -167,9 +189,16 @@ def _row(row_id: str, cells: Cells) -> MeasuredRow:
     )
 
 
+def _compare_parameters(cells: Cells, shape: ModelShape) -> None:
+    """Notes a params_b that is more than 10% (chosen; names round) off the shape's; 1e9 parameters, all experts counted."""
+    given, made = cells.positive("params_b"), shape.parameters / 1e9
+    if given is not None and abs(given - made) > 0.1 * made:
+        cells.assumed.append(f"params_b={given:g} and the shape makes {made:.3g}: the shape is taken")
+
+
 def _measured(cells: Cells, tokens_per_gpu: float) -> tuple[float | None, float | None]:
     """(seconds of a step, bytes)."""
-    seconds, rate, memory = cells.number("iteration_time_s"), cells.number("tokens_per_s_per_gpu"), cells.number("memory_gb")
+    seconds, rate, memory = cells.positive("iteration_time_s"), cells.positive("tokens_per_s_per_gpu"), cells.positive("memory_gb")
     unit = (cells.text("memory_unit") or "GiB").lower()
     if unit not in ("gib", "gb"):
         raise cells.wrong("memory_unit", unit, "GiB or GB")

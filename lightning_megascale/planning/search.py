@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,8 @@ class SearchResult:
         best: the best first; empty where nothing fits.
         considered: combinations that were looked at or ruled out together.
         rejected: reason -> how many combinations.
-        smallest_bytes: what the plan that needs least memory needs, of those looked at; infinite where none is legal.
+        given: further fields of every plan, which no figure depends on.
+        smallest_bytes: what no plan needs less than, of those looked at; infinite where none is legal.
     """
 
     setting: Setting
@@ -49,6 +51,7 @@ class SearchResult:
     considered: int
     rejected: dict[str, int]
     smallest_bytes: float
+    given: Mapping[str, Any]
 
     def plan(self, rank: int = 0, block: str = "layers.{}") -> ParallelPlan:
         """The plan at a place in the ranking.
@@ -59,21 +62,29 @@ class SearchResult:
                 all experts where a token goes through few.
         """
         candidates, work = self.best[rank].candidates, self.setting.workload
-        plan = candidates.plan(0, work.global_batch_size)
+        plan = dataclasses.replace(candidates.plan(0, work.global_batch_size), **self.given)
         stages = plan.pipeline_parallel_size * plan.pipeline_stages_per_rank
         if stages == 1 or not expert_counts(work.model):
             return plan
         return dataclasses.replace(plan, pipeline_split=split_names(work.model, stages, block))
 
 
-def search(setting: Setting, gpus: int | None = None, *, top: int = 10, fixed: Mapping[str, int] | None = None) -> SearchResult:
+def search(
+    setting: Setting,
+    gpus: int | None = None,
+    *,
+    top: int = 10,
+    fixed: Mapping[str, int] | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> SearchResult:
     """The best plans of so many GPUs.
 
     Args:
         setting: workload, cluster, stack.
         gpus: that every plan uses; None: all of the cluster.
         top: how many plans to return.
-        fixed: column of ``Candidates`` -> the only value it may have.
+        fixed: column of ``Candidates`` -> the only value it may have; "dp" for dp_replicate x dp_shard.
+        given: further fields of every plan, such as "compile"; plans that the support table refuses with them are left out.
 
     Raises:
         ValueError: more GPUs than there are, or a name that is no column.
@@ -81,29 +92,32 @@ def search(setting: Setting, gpus: int | None = None, *, top: int = 10, fixed: M
     gpus = setting.cluster.num_gpus if gpus is None else gpus
     if not 1 <= gpus <= setting.cluster.num_gpus:
         raise ValueError(f"gpus={gpus}: cluster {setting.cluster.name!r} has {setting.cluster.num_gpus}; take a number from 1 to that")
-    unknown = set(fixed or {}) - set(Candidates.__dataclass_fields__)
+    columns = [*Candidates.__dataclass_fields__, "dp"]
+    unknown = set(fixed or {}) - set(columns)
     if unknown:
-        raise ValueError(f"fixed: {', '.join(sorted(unknown))} is no column; there are {', '.join(Candidates.__dataclass_fields__)}")
-    return _Search(setting, gpus, top, dict(fixed or {})).run()
+        raise ValueError(f"fixed: {', '.join(sorted(unknown))} is no column; there are {', '.join(columns)}")
+    return _Search(setting, gpus, top, dict(fixed or {}), dict(given or {})).run()
 
 
 class _Search:
     """One search: its best plans so far, and the counts of the rest."""
 
-    def __init__(self, setting: Setting, gpus: int, top: int, fixed: dict[str, int]) -> None:
-        self.setting, self.gpus, self.top, self.fixed = setting, gpus, top, fixed
+    def __init__(self, setting: Setting, gpus: int, top: int, fixed: dict[str, int], given: dict[str, Any]) -> None:
+        self.setting, self.gpus, self.top, self.fixed, self.given = setting, gpus, top, fixed, given
         self.best: list[tuple[float, tuple[int, ...], Candidates]] = []
         self.rejected: Counter[str] = Counter()
         self.considered = 0
         self.smallest = math.inf
         self.shares: dict[int, float] = {}
+        usable, whole = setting.usable_bytes / 1e9, setting.memory_bytes / 1e9
+        self.too_large = f"needs more than {usable:.1f} GB of a {setting.cluster.gpu.name}'s {whole:.1f}"
 
     def run(self) -> SearchResult:
         workload = self.setting.workload
-        bases, refused = base_candidates(workload, self.gpus, most_tensor=_domain_size(self.setting), fixed=self.fixed)
+        bases, refused = base_candidates(workload, self.gpus, most_tensor=domain_size(self.setting), fixed=self.fixed)
         self.rejected += refused
         self.considered += len(bases) + sum(refused.values())
-        bases = self._without(bases, *first_broken(support_rules(bases, workload.global_batch_size), len(bases)))
+        bases = self._without(bases, *first_broken(support_rules(bases, workload.global_batch_size, self.given), len(bases)))
         bound = floor_seconds(self.setting, bases) / self._share_bound(bases)
         order = np.argsort(bound, kind="stable")
         for start in range(0, len(order), _CHUNK):
@@ -115,7 +129,7 @@ class _Search:
         self.rejected["slower per useful step than the plans shown"] += self.considered - len(self.best) - sum(self.rejected.values())
         rejected = {reason: count for reason, count in self.rejected.most_common() if count}
         best = tuple(self._estimate(plan) for _, _, plan in self.best)
-        return SearchResult(self.setting, self.gpus, best, self.considered, rejected, self.smallest)
+        return SearchResult(self.setting, self.gpus, best, self.considered, rejected, self.smallest, self.given)
 
     def _estimate(self, plan: Candidates) -> Estimate:
         setting = self.setting
@@ -140,16 +154,20 @@ class _Search:
     def _save_memory(self, bases: Candidates) -> None:
         """Each base with what it must save to fit, and no more."""
         workload, cluster, stack = self.setting.workload, self.setting.cluster, self.setting.stack
+        held = memory(workload, cluster, stack, bases)
+        states = held.parameters + held.optimizer + held.reserve  # which nothing saves
+        hopeless = states > self.setting.usable_bytes
+        self.smallest = min(self.smallest, float(states[hopeless].min(initial=math.inf)))
+        self.rejected[self.too_large] += int(hopeless.sum())
+        bases = bases.take(~hopeless)
         plans, owner = variants(bases, workload.global_batch_size, self.fixed)
         self.considered += len(plans) - len(bases)
-        broken, messages = first_broken(support_rules(plans, workload.global_batch_size), len(plans))
+        broken, messages = first_broken(support_rules(plans, workload.global_batch_size, self.given), len(plans))
         plans, owner = self._without(plans, broken, messages), owner[broken < 0]
         needed = memory(workload, cluster, stack, plans).total
         self.smallest = min(self.smallest, float(needed.min(initial=math.inf)))
         fits = needed <= self.setting.usable_bytes
-        self.rejected[
-            f"needs more than {self.setting.usable_bytes / 1e9:.1f} GB of a {cluster.gpu.name}'s {self.setting.memory_bytes / 1e9:.1f}"
-        ] += int((~fits).sum())
+        self.rejected[self.too_large] += int((~fits).sum())
         plans, owner = plans.take(fits), owner[fits]
         first = _undominated(plans, owner)
         self.rejected["saves memory that a faster plan with the same sizes does not need to save"] += int((~first).sum())
@@ -163,6 +181,9 @@ class _Search:
             if bound[index] > self._limit():
                 break
             good = setting.goodput(float(seconds[index]), self.gpus, int(plans.dp_replicate[index]))
+            if not math.isfinite(good.seconds_per_useful_step):
+                self.rejected["fails before a step is kept"] += 1
+                continue
             one = plans.take(np.array([index]))
             key = tuple(int(getattr(one, name)[0]) for name in _SIMPLEST)
             self.best.append((good.seconds_per_useful_step, key, one))
@@ -217,7 +238,7 @@ def _undominated(plans: Candidates, owner: np.ndarray) -> np.ndarray:
     return np.asarray(~before[(owner, *levels)])
 
 
-def _domain_size(setting: Setting) -> int:
+def domain_size(setting: Setting) -> int:
     """GPUs that reach each other by NVLink."""
     cluster = setting.cluster
     return int((cluster.levels_between(0, np.arange(cluster.num_gpus)) == 0).sum())

@@ -9,6 +9,8 @@ import numpy as np
 from lightning_megascale.planning.shape import LayerKind, ModelShape, Stream
 from lightning_megascale.support import V_SCHEDULES
 
+MOST_BLOCKS = 1024  # a cut tries all pairs of places
+
 
 def split_model(model: ModelShape, stages: int, sequence_length: int | None = None) -> np.ndarray:
     """Blocks of each kind on each stage; the embedding stands on the first, what follows the last block on the last.
@@ -36,6 +38,8 @@ def cut_points(model: ModelShape, stages: int, sequence_length: int | None = Non
     Raises:
         ValueError: more stages than parts.
     """
+    if len(model.layers) > MOST_BLOCKS:
+        raise ValueError(f"{model.name} has {len(model.layers):,} blocks; the planner cuts models of up to {MOST_BLOCKS:,}")
     costs = _part_costs(model, sequence_length)
     if not 1 <= stages <= len(costs):
         raise ValueError(

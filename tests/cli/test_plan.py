@@ -1,6 +1,7 @@
 """``megascale plan``: what it prints and writes, what it refuses, that torch stays out of it, and that train runs what it wrote."""
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -74,8 +75,11 @@ def test_a_plan_file_is_shown_as_it_is_written_beside_the_best(capsys):
     Path("seed.yaml").write_text(yaml.safe_dump(values))
     code, text = said(capsys, "recipe=dense_175b", "cluster=h100_1024", "plan_file=seed.yaml", "top=2")
     assert code == 0 and "the plan as written" in text and "does not fit: a GPU has 84.9 GB" in text
+    assert "the plan as written cannot run" in text and "unsharded" in text and "activations" in text
+    Path("seed.yaml").write_text(yaml.safe_dump(values | {"activation_checkpointing": "full", "sequence_parallel": True}))
+    code, text = said(capsys, "recipe=dense_175b", "cluster=h100_1024", "plan_file=seed.yaml", "top=2")
     share = float(text.partition("the best plan needs ")[2].partition(" ")[0])
-    assert 0.3 < share < 1 and "unsharded" in text and "activations" in text
+    assert code == 0 and "and fits" in text and 0.3 < share < 0.7
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_a_plan_file_is_shown_as_it_is_written_beside_the_best(capsys):
         (("model=7b", "profile=nowhere.yaml"), "profile=nowhere.yaml: cannot be read"),
         (("model=7b", "plan_file=nowhere.yaml"), "plan_file=nowhere.yaml: No such file"),
         (("model=7b", "gpus=8", "plan.tensor_parallel_size=3"), "no plan of 8 GPUs can train 7b"),
-        (("recipe=dense_175b", "gpus=16"), "nearest: gpus="),
+        (("recipe=dense_175b", "gpus=16"), "nearest found: gpus="),
     ],
     ids=str,
 )
@@ -185,3 +189,67 @@ def test_a_real_fabric_gives_the_hosts(capsys):
     Path("topology.conf").write_text("SwitchName=a Nodes=n[1-")
     code, text = said(capsys, *SMALL, "fabric=topology.conf")
     assert code == 2 and "topology.conf" in text and "1" in text and "Traceback" not in text
+
+
+MIXTRAL = ("model=mixtral_8x7b", "gpus=64", "batch.global_size=64", "batch.sequence_length=2048")
+
+
+@pytest.mark.parametrize(
+    ("shape", "plan", "words"),
+    [
+        (MIXTRAL, {"expert_parallel_size": 16}, "num_experts=8 is not divisible by expert_parallel_size"),
+        (("model=1b", "gpus=64"), {"expert_parallel_size": 4}, "the model has no experts"),
+        (("model=1b", "gpus=64"), {"tensor_parallel_size": 16}, "num_kv_heads=8 is not divisible by tensor_parallel_size"),
+        (("model=1b", "gpus=64", "batch.sequence_length=4095"), {"context_parallel_size": 8, "label_alignment": "aligned"}, "divisible by 2 x"),
+        (("model=1b", "gpus=64", "batch.global_size=48"),
+         {"pipeline_parallel_size": 4, "pipeline_schedule": "Interleaved1F1B", "pipeline_stages_per_rank": 2}, "works in rounds"),
+        (("model=1b", "gpus=64", "batch.global_size=16"), {"pipeline_parallel_size": 8}, "1F1B needs as many microbatches"),
+        (MIXTRAL, {"pipeline_parallel_size": 2, "pipeline_schedule": "ZBVZeroBubble", "pipeline_stages_per_rank": 2}, "no model with experts"),
+        (("model=1b", "gpus=64"), {"pipeline_parallel_size": 2, "pipeline_split": ["layers.99"]}, "estimates are for stages cut by cost"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_plan_file_that_the_model_cannot_have_is_refused(capsys, shape, plan, words):
+    Path("given.yaml").write_text(yaml.safe_dump(plan))
+    code, text = said(capsys, *shape, "plan_file=given.yaml")
+    assert code == 2 and words in text
+
+
+def test_what_no_search_chooses_is_written_and_what_no_figure_depends_on_is_said(capsys):
+    given = ("plan.compile=true", "plan.reduce_dtype=bfloat16", "plan.loss_weight=labels", "plan.data_parallel_size=4")
+    code, text = said(capsys, *SMALL, *given, "out=best.yaml", "top=1")
+    plan = read_plan("best.yaml")
+    assert code == 0 and "ignored  not modelled: compile=True" in text
+    assert (plan.compile, plan.reduce_dtype, plan.loss_weight, plan.data_parallel_size) == (True, "bfloat16", "labels", 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("plan.tensor_parallel_size=3",), "tp=3: no plan of 16 GPUs has it; there are 1, 2, 4, 8"),
+        (("batch.micro_size=3",), "microbatch_size=3: no plan of 16 GPUs has it; there are 1, 2, 4"),
+        (("plan.expert_parallel_size=2",), "ep=2: no plan of 16 GPUs has it; there are 1"),
+        (("plan.pipeline_schedule=dualpipe",), "plan.pipeline_schedule='dualpipe': must be one of GPipe, 1F1B"),
+        (("plan.reduce_gradients=sometimes",), "must be one of 'last', 'every'"),
+        (("batch.sequence_length=0",), "batch.sequence_length=0: must be a whole number of at least 1"),
+        (("out=nowhere/plan.yaml",), "out=nowhere/plan.yaml: cannot be written"),
+        (("hosts=same", "ranks=same"), "are one file; give each its own"),
+        (("png=plan.txt",), "png=plan.txt: must be a .png file"),
+    ],
+    ids=str,
+)
+def test_what_was_given_wrongly_is_named_with_what_can_be(capsys, given, words):
+    names = {item.partition("=")[0] for item in given}
+    code, text = said(capsys, *(item for item in SMALL if item.partition("=")[0] not in names), *given)
+    assert code == 2 and words in text and "Traceback" not in text
+
+
+def test_an_encoder_decoder_is_told_how_long_its_source_is(capsys):
+    config = {"model_type": "t5", "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8,
+              "num_decoder_layers": 6, "relative_attention_num_buckets": 32, "feed_forward_proj": "relu"}  # fmt: skip
+    Path("t5").mkdir()
+    Path("t5/config.json").write_text(json.dumps(config))
+    code, text = said(capsys, "hf=t5", "gpus=8", "top=1", "source_length=512", "batch.sequence_length=128")
+    assert code == 0 and "dp_" in text
+    code, text = said(capsys, "hf=t5", "gpus=8")
+    assert code == 2 and "source_length=None: must be given" in text
