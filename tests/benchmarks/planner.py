@@ -1,4 +1,4 @@
-"""Step times of the planner against published runs: `python -m tests.benchmarks.planner` prints the table, `... fit` fits constants anew.
+"""Step times and memory of the planner against published runs: `python -m tests.benchmarks.planner` prints the tables, `... fit` fits constants anew.
 
 Constants are fitted on the rows of tests/planning/published_split.py and on no other; the table tests the rest. MEASURED_RUNS names the
 folder with the CSV files, ../shared/published beside the checkout is the default.
@@ -19,6 +19,7 @@ from lightning_megascale.planning.candidates import CHECKPOINTING, Candidates
 from lightning_megascale.planning.rows import MeasuredRow, read_rows
 from lightning_megascale.planning.stacks import CONSTANTS, from_sheet, with_constants
 from lightning_megascale.planning.step_time import step_time
+from tests.benchmarks import planner_memory
 from tests.planning.published_split import FITTED_ROWS
 
 FOLDER = Path(os.environ.get("MEASURED_RUNS", Path(__file__).resolve().parents[3] / "shared" / "published"))
@@ -187,5 +188,14 @@ def fit_all() -> None:
         print(f'    ("{name}", "{gpu}"): ({", ".join(f"{found[key]:g}" if key in found else "None" for key in CONSTANTS)}),')
 
 
+def main(arguments: list[str]) -> None:
+    """Fits, or prints the tables of step time and of memory."""
+    if arguments == ["fit"]:
+        fit_all()
+        return
+    table()
+    planner_memory.main([])
+
+
 if __name__ == "__main__":
-    fit_all() if sys.argv[1:] == ["fit"] else table()
+    main(sys.argv[1:])
