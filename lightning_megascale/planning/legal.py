@@ -14,6 +14,7 @@ from lightning_megascale.planning.shape import ModelShape
 from lightning_megascale.planning.workload import Workload
 from lightning_megascale.support import LOOPED_SCHEDULES, SCHEDULES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES
 
+_REFUSALS: dict[tuple[int, str], str | None] = {}  # choices of features, and further fields -> what the plan's rules say of them
 Rule = tuple[str, np.ndarray]  # what is wrong, and for which candidates: bool (P,)
 
 
@@ -101,12 +102,16 @@ def support_rules(plans: Candidates, global_batch_size: int, given: Mapping[str,
     choices = [size > 1 for size in sizes] + [plans.schedule, plans.checkpointing, plans.sharding]
     choices += [plans.sequence_parallel, plans.method, plans.reduce_every, many]
     code = reduce(lambda total, column: total * 8 + column.astype(np.int64), choices, np.zeros(len(plans), dtype=np.int64))
-    _, firsts, owners = np.unique(code, return_index=True, return_inverse=True)
+    codes, firsts, owners = np.unique(code, return_index=True, return_inverse=True)
     refused: dict[str, list[int]] = {}
-    examples = plans.take(firsts)
-    for number, ranks in enumerate(examples.world_size.tolist()):
-        plan = dataclasses.replace(examples.plan(number, global_batch_size), **(given or {}))
-        for message in plan.check(ranks)[:1]:
+    examples, more = plans.take(firsts), repr(sorted((given or {}).items()))
+    ranks = examples.world_size
+    for number, choice in enumerate(codes.tolist()):
+        if (choice, more) not in _REFUSALS:
+            plan = dataclasses.replace(examples.plan(number, global_batch_size), **(given or {}))
+            _REFUSALS[choice, more] = next(iter(plan.check(int(ranks[number]))), None)
+        message = _REFUSALS[choice, more]
+        if message is not None:
             refused.setdefault(message, []).append(number)
     for message, numbers in refused.items():
         yield message, np.isin(owners, numbers)

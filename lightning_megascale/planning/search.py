@@ -109,6 +109,7 @@ class _Search:
         self.considered = 0
         self.smallest = math.inf
         self.shares: dict[int, float] = {}
+        self.step = _STEP
         usable, whole = setting.usable_bytes / 1e9, setting.memory_bytes / 1e9
         self.too_large = f"needs more than {usable:.1f} GB of a {setting.cluster.gpu.name}'s {whole:.1f}"
 
@@ -144,12 +145,15 @@ class _Search:
         setting = self.setting
         bound = step_time(setting.workload, setting.cluster, setting.stack, bases).total / self._share_bound(bases)
         order = np.argsort(bound, kind="stable")
-        for start in range(0, len(order), _STEP):
-            chosen = order[start : start + _STEP]
+        start = 0
+        while start < len(order):
+            chosen = order[start : start + self.step]
             if bound[chosen[0]] > self._limit():
                 self.rejected[_TOO_SLOW] += len(order) - start
                 return
             self._save_memory(bases.take(chosen))
+            start += self.step
+            self.step *= 1 if self.best else 2  # where nothing fits, all have to be looked at
 
     def _save_memory(self, bases: Candidates) -> None:
         """Each base with what it must save to fit, and no more."""

@@ -1,4 +1,4 @@
-"""Step times and memory of the planner against published runs: `python -m tests.benchmarks.planner` prints the tables, `... fit` fits constants anew.
+"""Step times and memory of the planner against published runs: `python -m tests.benchmarks.planner` prints tables, `... fit` fits anew.
 
 Constants are fitted on the rows of tests/planning/published_split.py and on no other; the table tests the rest. MEASURED_RUNS names the
 folder with the CSV files, ../shared/published beside the checkout is the default.

@@ -45,7 +45,7 @@ def test_every_recipe_composes_and_can_start(recipe):
     )
 
 
-@pytest.mark.parametrize("group", ["model", "plan", "data", "optim", "trainer", "callbacks", "logger", "launch"])
+@pytest.mark.parametrize("group", ["model", "plan", "data", "optim", "trainer", "callbacks", "logger", "launch", "cluster"])
 def test_every_option_of_every_group_composes(group):
     given = {"data.sources": "{words: {urls: words.tar}}", "data.tokenizer": "tokenizer"}
     for option in options_of(group):
