@@ -65,7 +65,9 @@ def predict(own: Mapping[str, str], overrides: Sequence[str]) -> int:
 
 def _check_out(out: str, rows: str) -> None:
     """Refuses before any work what could not be written after it, or would replace the input; leaves nothing behind."""
-    path = Path(os.path.realpath(out))
+    path = Path(out)
+    if path.is_symlink() and not path.exists():
+        path = Path(os.path.realpath(path))  # what is not there yet is made where the link points
     if not out.strip():
         raise UserError("out= is empty; give out=FILE.csv")
     if path.is_dir():
@@ -73,7 +75,7 @@ def _check_out(out: str, rows: str) -> None:
     if path.exists() and Path(rows).exists() and path.samefile(rows):
         raise UserError(f"out={out}: is the file of rows={rows}, which holds the measurements; give another file")
     if not path.parent.is_dir():
-        raise UserError(f"out={out}: there is no folder {Path(out).parent}; make it, or give another file")
+        raise UserError(f"out={out}: there is no folder {path.parent}; make it, or give another file")
     try:  # a trial tells more than the permission bits: a file system may be mounted to be read only
         if path.exists():
             os.close(os.open(path, os.O_WRONLY))
@@ -99,7 +101,7 @@ def _print_notes(console: Console, file: RowFile) -> None:
         console.print(f"{text} ({_count(ids)}: {_first(ids)})", markup=False, soft_wrap=True)
     assumed = Counter(text.partition(":")[0] for row in file.rows for text in row.assumed if text not in differ)
     for text, count in assumed.most_common(8):
-        console.print(f"assumed for {count} rows: {text}", markup=False, soft_wrap=True)
+        console.print(f"assumed for {count} row{'s'[: count != 1]}: {text}", markup=False, soft_wrap=True)
 
 
 def _count(ids: Sequence[str]) -> str:

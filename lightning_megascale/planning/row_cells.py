@@ -69,7 +69,7 @@ def misspelt(header: Iterable[str], columns: Iterable[str]) -> dict[str, str]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:
-    """In any case of letters; None where nothing is close (0.75 of difflib: chosen, "global_batch_size" is close, "nodes" to "model" not)."""
+    """The closest in any case of letters; None where nothing is (difflib's 0.75, chosen: global_batch_size is close to global_batch)."""
     lower = {other.lower(): other for other in names}
     near = difflib.get_close_matches(name.lower(), lower, 1, cutoff=0.75)
     return lower[near[0]] if near else None

@@ -25,10 +25,10 @@ from lightning_megascale.planning.stack import Stack
 from lightning_megascale.planning.workload import Workload
 from lightning_megascale.topology.cluster import Cluster
 
-COLUMNS = ("row_id", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "gated_ffn", "experts", "topk",
-           "expert_ffn", "shared_experts", "first_dense_layers", "attention", "gpus", "gpu_type", "gpus_per_node", "global_batch",
-           "micro_batch", "tp", "pp", "vpp", "cp", "ep", "dp", "zero", "fsdp_group", "recompute", "sequence_parallel", "precision",
-           "iteration_time_s", "tokens_per_s_per_gpu", "memory_gb", "memory_unit", "oom", "notes", "source")  # fmt: skip
+COLUMNS = ("row_id", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "gated_ffn",
+           "experts", "topk", "expert_ffn", "shared_experts", "first_dense_layers", "attention", "gpus", "gpu_type", "gpus_per_node",
+           "global_batch", "micro_batch", "tp", "pp", "vpp", "cp", "ep", "dp", "zero", "fsdp_group", "recompute", "sequence_parallel",
+           "precision", "iteration_time_s", "tokens_per_s_per_gpu", "memory_gb", "memory_unit", "oom", "notes", "source")  # fmt: skip
 
 # Columns of published tables that say more of a run than is read; none of them is a misspelt one.
 _NOT_READ = ("source_ref", "iteration_time_derived", "tflops_per_gpu", "mfu_pct", "hfu_pct", "from_memory")

@@ -5,9 +5,9 @@ import csv
 import pytest
 
 from lightning_megascale.planning.candidates import CHECKPOINTING, METHODS, SHARDING
-from lightning_megascale.planning.rows import COLUMNS, read_rows, read_rows_and_reasons, write_predictions
+from lightning_megascale.planning.rows import COLUMNS, read_row_file, read_rows, read_rows_and_reasons, write_predictions
 from lightning_megascale.support import SCHEDULES
-from tests.planning.published import FOLDER
+from tests.planning.published import FOLDER, published
 
 # torchtitan benchmarks/llama3_h100_202412_torchtitan.md, table 6
 TITAN = dict(
@@ -128,7 +128,8 @@ def test_what_cannot_be_predicted_has_a_reason(tmp_path, row, why):
 @pytest.mark.parametrize(
     "column,value",
     [("layers", "many"), ("tp", "0"), ("pp", "1.5"), ("oom", "maybe"), ("memory_unit", "MB"), ("zero", "7"), ("iteration_time_s", "nan"),
-     ("dp", "-2"), ("iteration_time_s", "inf")],
+     ("dp", "-2"), ("iteration_time_s", "inf"), ("iteration_time_s", "0"), ("tokens_per_s_per_gpu", "0.0"), ("memory_gb", "0"),
+     ("memory_gb", "-1"), ("params_b", "0"), ("zero", "3.5")],
 )  # fmt: skip
 def test_a_wrong_cell_is_named_with_its_line_and_column(tmp_path, column, value):
     path = write(tmp_path / "rows.csv", dict(row_id="a:1", model="Llama-3-8B"), {"row_id": "a:2", "model": "Llama-3-8B", column: value})
@@ -142,9 +143,77 @@ def test_every_row_needs_an_id_of_its_own(tmp_path, second, found):
         read_rows(write(tmp_path / "rows.csv", dict(row_id="a:1"), dict(row_id=second, model="x")))
 
 
+@pytest.mark.parametrize("column", ["iteration_time_s", "tokens_per_s_per_gpu", "memory_gb"])
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_a_measurement_is_above_zero(tmp_path, column, value):
+    with pytest.raises(ValueError, match=f"column {column}: '{value}' must be a number above 0"):
+        read(tmp_path, **{"row_id": "a:1", "model": "Llama-3-8B", column: value})
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("source,model\nx,Llama-3-8B\n", "rows.csv: the header has no column row_id; add it"),
+        ("row id,model\na:1,Llama-3-8B\n", "the header has no column row_id; is 'row id' that column"),
+        ("", "the header has no column row_id"),
+        ("row_id,model,tp,model\na:1,x,1,y\n", "the header names the column model 2 times"),
+        ("row_id,tp,tp \na:1,1,2\n", "the header names the column tp 2 times"),
+        ('row_id,notes\na:1,"two\nlines"\na:2,one, two\n', "rows.csv, line 4: has 3 cells, and the header names 2 columns"),
+    ],
+)
+def test_a_header_and_lines_that_do_not_fit_are_refused(tmp_path, text, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_rows(path)
+
+
+def test_a_published_table_of_another_kind_is_told_from_one_with_an_empty_id():
+    with pytest.raises(ValueError, match="korthikanti2022_memory.csv: the header has no column row_id"):
+        read_rows(published("korthikanti2022_memory.csv"))
+
+
+def test_spaces_in_the_header_short_lines_and_blank_ones_are_read(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("row_id, model, tp, memory_gb,,\na:1, Llama-3-8B, 2\n\n")
+    found = read_row_file(path)
+    assert (found.rows[0].candidates.tp[0], found.rows[0].memory_bytes, found.misspelt) == (2, None, {})
+
+
+@pytest.mark.parametrize(
+    "name,wanted",
+    [("hiden", "hidden"), ("Hidden", "hidden"), ("seqlen", "seq_len"), ("global_batch_size", "global_batch"), ("cluster_name", None),
+     ("source_ref", None), ("iteration_time_derived", None), ("models", None)],
+)  # fmt: skip
+def test_a_name_close_to_a_column_that_is_lacking_is_told(tmp_path, name, wanted):
+    path = write(tmp_path / "rows.csv", {"row_id": "a:1", "model": "Llama-3-8B", name: "x"})
+    assert read_row_file(path).misspelt == ({} if wanted is None else {name: wanted})
+
+
+@pytest.mark.parametrize("given,note", [("70", True), ("8.9", True), ("7.2", True), ("8.8", False), ("7.3", False), ("", False)])
+def test_a_parameter_count_far_from_the_shapes_is_noted(tmp_path, given, note):
+    said = [text for text in read(tmp_path, row_id="a:1", model="Llama-3-8B", params_b=given).assumed if "params_b" in text]
+    assert said == ([f"params_b={given} and the shape makes 8.03: the shape is taken"] if note else [])
+
+
+@pytest.mark.parametrize("two", ["2", "2.0", "2e0", "+2."])
+def test_a_whole_number_may_be_written_as_another_kind(tmp_path, two):
+    shape = dict(layers="4.0", hidden="1.024e3", heads="1e1", experts="0.0", ffn_hidden="4e3")
+    with pytest.raises(ValueError, match="column hidden: '1024.5' must be a whole number of at least 1"):
+        read(tmp_path, row_id="a:1", **{**shape, "hidden": "1024.5"})
+    row = read(tmp_path, row_id="a:1", **{**shape, "heads": "1.6e1"}, tp=two, dp="4.0", zero="2.0", global_batch="1e3")
+    assert (len(row.workload.model.layers), row.workload.model.hidden_size, row.workload.global_batch_size) == (4, 1024, 1000)
+    assert (row.candidates.tp[0], SHARDING[row.candidates.sharding[0]]) == (2, "gradients")
+
+
 def test_a_file_that_is_missing_says_what_it_should_hold(tmp_path):
     with pytest.raises(ValueError, match="there is no such file"):
         read_rows(tmp_path / "none.csv")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ValueError, match="guess.csv: cannot be written: No such file or directory"):
+        write_predictions(tmp_path / "none" / "guess.csv", [])
 
 
 def test_predictions_are_written_where_there_are_any(tmp_path):
@@ -159,6 +228,8 @@ def test_all_published_rows_load_or_have_a_reason():
         pytest.skip("no published runs are here")
     for file in files:
         rows, reasons = read_rows_and_reasons(file)
+        assert not read_row_file(file).misspelt
+        assert not [text for row in rows for text in row.assumed if text.startswith("params_b=")]  # all within 3% of their shapes
         with file.open() as stream:
             assert len(rows) + len(reasons) == sum(1 for _ in csv.DictReader(stream))
         assert all("mamba" in reason or "V4" in reason for reason in reasons.values())
