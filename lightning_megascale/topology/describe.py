@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_megascale.topology.cluster import Cluster, Level, Nic, Node, Switch
-from lightning_megascale.topology.gpus import gpu_sheet
+from lightning_megascale.topology.gpus import check_positive, gpu_sheet
+from lightning_megascale.topology.rules import check_failures
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package; in a checkout or an editable install, beside it.
@@ -25,28 +27,66 @@ def load_cluster(name: str | Path) -> Cluster:
     """A cluster by its name in conf/cluster/, or by the path of a YAML file in that form.
 
     Raises:
-        ValueError: there is no such name or file, it is no YAML, or it describes no cluster.
+        ValueError: there is no such name or file, it is no YAML, gives a key twice, or it describes no cluster.
     """
     path = Path(name)
+    if not str(name).strip() or (path.is_dir() and str(name) not in _known()):
+        what = "is a folder" if str(name).strip() else "is empty"
+        raise ValueError(f"cluster={str(name)!r}: {what}; give one of {', '.join(_known())}, or the path of a .yaml file")
     if path.suffix not in (".yaml", ".yml"):
         path = FOLDER / f"{name}.yaml"
-        known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+        known = _known()
         if str(name) not in known:
             near = difflib.get_close_matches(str(name), known, 1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else "or give the path of a .yaml file"
             raise ValueError(f"cluster={str(name)!r}: must be one of {', '.join(known)}; {hint}")
     elif not path.is_file():
         raise ValueError(f"cluster={str(name)!r}: there is no such file; give a path that exists or a name of conf/cluster/")
-    import yaml  # only here: a description that is given as a mapping needs no YAML
-
-    try:
-        description = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is no YAML: {' '.join(str(error).split())}; mend it there") from error
+    description, twice = _read_yaml(path)
+    if twice:
+        raise ValueError(f"{path}:{twice}")
     try:
         return cluster_from(description)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _known() -> list[str]:
+    """The names of conf/cluster/."""
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def _read_yaml(path: Path) -> tuple[Any, str]:
+    """(what the file holds, what is wrong with a key that a mapping of it gives twice: yaml would silently keep the last)."""
+    import yaml  # only here: a description that is given as a mapping needs no YAML
+
+    try:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        twice = _key_twice(root)  # first: the construction merges mappings, so keys may then rightly come twice
+        return (None if root is None else loader.construct_document(root)), twice
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date that is none, a number of 5000 digits
+        raise ValueError(f"{path}: is no YAML: {' '.join(str(error).split())}; mend it there") from error
+
+
+def _key_twice(root: Any) -> str:
+    """Line and remedy of the first key that a mapping below the YAML node ``root`` gives twice, or ""."""
+    waiting: list[Any] = [] if root is None else [root]
+    seen: set[int] = set()  # an alias repeats a node, and may lie inside itself
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or isinstance(node.value, str):
+            continue
+        seen.add(id(node))
+        pairs = [item for item in node.value if isinstance(item, tuple)]  # of a mapping; a list has nodes
+        waiting += reversed([value for _, value in pairs] or node.value)
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in pairs if isinstance(key.value, str)):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                return f"{line}: key {key.value!r} is given in line {lines[key.value]} already; keep one"
+            lines[key.value] = line
+    return ""
 
 
 def cluster_from(description: Any) -> Cluster:
@@ -72,7 +112,9 @@ def cluster_from(description: Any) -> Cluster:
     if nics and nics % rails:
         raise ValueError(f"node.rails={rails}: the {nics} NICs of a node must be dealt evenly to rails; take a divisor of {nics}")
     levels = _levels(top.get("levels") or [], nodes, nics)
-    speed = _number("node.nic_gb_per_s", node.get("nic_gb_per_s", 0)) if nics else 0.0
+    if nics and "nic_gb_per_s" not in node:
+        raise ValueError(f"node: nic_gb_per_s missing, the speed of its {nics} NICs; add it")
+    speed = _number("node.nic_gb_per_s", node["nic_gb_per_s"]) if "nic_gb_per_s" in node else 0.0
     switches = _switches(levels, nodes, rails, nics * speed)
     return Cluster(
         name=str(top["name"]),
@@ -89,12 +131,12 @@ def cluster_from(description: Any) -> Cluster:
         switches=switches,
         levels=(
             Level("nvlink", _number("nvlink.latency_us", nvlink["latency_us"])),
-            *(Level(str(level["name"]), _number("levels.latency_us", level["latency_us"])) for level in levels),
+            *(Level(str(level["name"]), _number(f"levels.{level['name']}.latency_us", level["latency_us"])) for level in levels),
         ),
         storage_read_gb_per_s=_number("storage.read_gb_per_s", storage["read_gb_per_s"]),
         storage_write_gb_per_s=_number("storage.write_gb_per_s", storage["write_gb_per_s"]),
         node_storage_gb_per_s=_number("storage.node_gb_per_s", storage["node_gb_per_s"]),
-        failures_per_1000_node_days=_number("failures_per_1000_node_days", top["failures_per_1000_node_days"]),
+        failures_per_1000_node_days=_number("failures_per_1000_node_days", top["failures_per_1000_node_days"], check_failures),
     )
 
 
@@ -171,7 +213,15 @@ def _whole(name: str, value: Any, least: int = 1) -> int:
     return value
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+def _number(name: str, value: Any, check: Callable[[str, object], None] = check_positive) -> float:
+    """``value`` if ``check`` lets it pass; text, which is what YAML makes of 1e12 and nan, is never a number."""
+    if isinstance(value, str):
+        try:
+            meant = float(value)
+        except ValueError:
+            meant = 0.0
+        if not math.isfinite(meant):
+            check(name, meant)
         raise ValueError(f"{name}={value!r}: must be a number; YAML reads 1e12 as text, write 1.0e+12")
+    check(name, value)
     return float(value)

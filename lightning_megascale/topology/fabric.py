@@ -46,12 +46,16 @@ class FabricSwitch:
 
 @dataclass(frozen=True)
 class Fabric:
-    """Nodes and switches in the file's order; ``notes`` say what was left out and why."""
+    """Nodes and switches in the file's order; ``notes`` say what was left out and why.
+
+    ``left_out`` are the names of hosts that the reader took for no nodes by its own rule; not those that your pattern excludes.
+    """
 
     source: str
     nodes: tuple[FabricNode, ...]
     switches: tuple[FabricSwitch, ...]
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def only(self, pattern: str) -> Fabric:
         """The nodes whose name matches ``pattern`` (* for any text), and all switches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -51,9 +52,11 @@ class Gpu:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Refuse what is no number above zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    """Refuse what is no number above zero, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r}: must be a number above 0; give the figure of the data sheet or a measured one")
+    if not 0 < value <= sys.float_info.max:  # an int may be larger than any float
+        raise ValueError(f"{name}={value!r}: must be above 0 and finite; give the figure of the data sheet or a measured one")
 
 
 def _peaks(bfloat16: float, float32: float, float64: float, *, tf32: float, **more: float) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,9 @@ _SECTION = re.compile(r'(Switch|Ca|Rt)\s+(\d+)\s+"([^"]+)"\s*#\s*"([^"]*)"')
 _PORT = re.compile(r'\[(\d+)\](?:\([^)]*\))?\s+"([^"]+)"\[(\d+)\]\S*\s*#\s*(.*)')
 _SPEED = re.compile(rf"\b(\d+)x({'|'.join(sorted(LANE_GBIT_PER_S, key=len, reverse=True))})\b")
 _HOST = re.compile(r"(\S+)\s(\S+)")  # "a06-c01 HCA-6"; a card without a host's name describes itself in more words
+# Names that systems give themselves when installed: such a host was never named as a node, and two of them look like one.
+_DEFAULT_NAME = re.compile(r"(localhost|ubuntu|debian|centos|rocky|rhel)(\..*)?", re.IGNORECASE)
+_Ports = dict[str, list[tuple[str, str, float]]]  # host -> its ports as (device, GUID of the switch, GB/s)
 _ID = re.compile(r"\w+=0x[0-9a-fA-F]+(\([0-9a-fA-F]+\))?")
 _HEADINGS = ("Non-Chassis Nodes", "Chassis ", "DR path")
 _PORT_LINE = '[PORT] "PEER"[PORT] # "NAME" ... WIDTHxSPEED, such as [1] "H-e09d"[1](e09d) # "node1 mlx5_0" lid 6 4xNDR'
@@ -36,19 +40,25 @@ class _Switch:
     links: list[tuple[int, str, str, str, float]] = field(default_factory=list)
 
 
-def read_ibnetdiscover(path: str | Path, nodes: str = "*") -> Fabric:
+def read_ibnetdiscover(path: str | Path, nodes: str | None = None) -> Fabric:
     """The fabric of an ibnetdiscover dump.
 
     Args:
         path: the dump.
         nodes: which hosts are nodes, * for any text; others (managers, log-in nodes) are no part of the fabric, and a switch that
-            only they hang on is no leaf.
+            only they hang on is no leaf. By default a host is no node, and named in ``left_out``, when it has at most half as many
+            ports as the median host, or a system's default name such as localhost (a rule that is assumed).
 
     Raises:
         ValueError: with file, number of the line, the line and what was expected; or when no host of a switch matches ``nodes``.
     """
     switches = _sections(path)
-    hosts, notes = _hosts(path, switches, nodes)
+    hosts, notes = _hosts(path, switches, nodes or "*")
+    left_out: dict[str, str] = {}
+    if nodes is None:
+        hosts, left_out = _usual(path, hosts)
+    if left_out:
+        notes.append(f"{len(left_out)} hosts that look like no nodes left out: {'; '.join(left_out.values())}")
     names = _names(switches)
     rank = _ranks(switches, {guid for ports in hosts.values() for _, guid, _ in ports})
     lost = [names[guid] for guid in switches if guid not in rank]
@@ -59,7 +69,7 @@ def read_ibnetdiscover(path: str | Path, nodes: str = "*") -> Fabric:
         FabricNode(host, tuple(FabricPort(unit_of[guid], speed, device) for device, guid, speed in sorted(ports, key=_by_device)))
         for host, ports in sorted(hosts.items())
     )
-    return Fabric(str(path), fabric_nodes, tree, tuple(notes))
+    return Fabric(str(path), fabric_nodes, tree, tuple(notes), tuple(left_out))
 
 
 def _sections(path: str | Path) -> dict[str, _Switch]:
@@ -106,9 +116,9 @@ def _link(path: str | Path, number: int, line: str) -> tuple[int, str, str, str,
     return number, line, match[2], named[1] if named else "", int(speed[1]) * LANE_GBIT_PER_S[speed[2]] / 8
 
 
-def _hosts(path: str | Path, switches: dict[str, _Switch], pattern: str) -> tuple[dict[str, list[tuple[str, str, float]]], list[str]]:
-    """(host -> its ports as (device, GUID of the switch, GB/s), notes on what is no node)."""
-    hosts: dict[str, list[tuple[str, str, float]]] = defaultdict(list)
+def _hosts(path: str | Path, switches: dict[str, _Switch], pattern: str) -> tuple[_Ports, list[str]]:
+    """(the ports of each host, notes on what is no node)."""
+    hosts: _Ports = defaultdict(list)
     others: set[str] = set()
     nameless: Counter[str] = Counter()
     for switch in switches.values():
@@ -129,6 +139,27 @@ def _hosts(path: str | Path, switches: dict[str, _Switch], pattern: str) -> tupl
     if others:
         notes.append(f"{len(others)} hosts that do not match {pattern!r} left out: {', '.join(sorted(others)[:5])}")
     return dict(hosts), notes
+
+
+def _usual(path: str | Path, hosts: _Ports) -> tuple[_Ports, dict[str, str]]:
+    """(the hosts that look like nodes, name of each other -> name and reason).
+
+    Half is less than what a node with a broken card or two still has, and what managers with two ports beside nodes with four have.
+    """
+    named = [len(ports) for host, ports in hosts.items() if not _DEFAULT_NAME.fullmatch(host)]
+    if not named:
+        raise ValueError(
+            f"{path}: hosts={', '.join(sorted(hosts))}: every host has a system's default name, so nodes cannot be told apart; "
+            "give them names and run ibnetdiscover again"
+        )
+    usual = statistics.median(named)
+    left_out: dict[str, str] = {}
+    for host, ports in sorted(hosts.items()):
+        if _DEFAULT_NAME.fullmatch(host):
+            left_out[host] = f"{host} (a system's default name)"
+        elif 2 * len(ports) <= usual:
+            left_out[host] = f"{host} (ports: {len(ports)}, of the median host: {usual:g})"
+    return {host: ports for host, ports in hosts.items() if host not in left_out}, left_out
 
 
 def _by_device(port: tuple[str, str, float]) -> tuple[list[str | int], str]:

@@ -45,7 +45,7 @@ def read_node_labels(path: str | Path) -> Fabric:
     if not nodes:
         raise ValueError(f"{path}:1: no node has a leaf's label\n  expected: {_EXPECTED}")
     notes = (f"{len(bare)} nodes without a leaf's label left out: {', '.join(bare[:5])}",) if bare else ()
-    return Fabric(str(path), tuple(nodes), _switches(parent), notes)
+    return Fabric(str(path), tuple(nodes), _switches(parent), notes, tuple(bare))
 
 
 def _items(path: str | Path, text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,7 @@ MOST_BYTES = 256 * 2**20  # a dump of 100,000 ports has 60 MB
 
 
 def read_text(path: str | Path) -> str:
-    """The file's text.
+    """The file's text, without the byte order mark that some editors put first.
 
     Raises:
         ValueError: there is no such file, it is no text, or too large for a description of a fabric.
@@ -22,7 +22,7 @@ def read_text(path: str | Path) -> str:
             f"path={str(path)!r}: {path.stat().st_size} bytes; a fabric's file has at most {MOST_BYTES}, look for another file"
         )
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8").removeprefix("\ufeff")  # not utf-8-sig, which counts a bad byte's place from the mark
     except UnicodeDecodeError as error:
         raise ValueError(f"path={str(path)!r}: byte {error.start} is no UTF-8; give a text file") from error
 

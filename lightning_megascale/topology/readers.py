@@ -18,6 +18,8 @@ _IBNETDISCOVER = re.compile(r'^\s*(vendid=|(Switch|Ca|Rt)\s+\d+\s+")', re.MULTIL
 def read_fabric(path: str | Path) -> Fabric:
     """The fabric of a Slurm topology.conf, an ibnetdiscover dump, or Kubernetes nodes that topograph labelled.
 
+    Hosts that are no nodes by the rule of the format's reader are named in ``left_out``.
+
     Raises:
         ValueError: the file has none of these forms, or is malformed: then with number of the line, the line and what was expected.
     """

@@ -10,20 +10,35 @@ from lightning_megascale.topology.gpus import check_positive
 if TYPE_CHECKING:
     from lightning_megascale.topology.cluster import Cluster
 
+# A thousand node-days over a million: a node fails every 1.44 minutes, before a step of any large model ends. Source: assumed.
+MOST_FAILURES = 1_000_000
+
 
 def check_cluster(cluster: Cluster) -> list[str]:
     """A message for every rule that ``cluster`` breaks: name, value, rule, remedy."""
     wrong: list[str] = []
     for name in ("gpus_per_node", "storage_read_gb_per_s", "storage_write_gb_per_s", "node_storage_gb_per_s"):
         wrong += _not_positive(name, getattr(cluster, name))
-    rate = cluster.failures_per_1000_node_days
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < float("inf"):
-        wrong.append(f"failures_per_1000_node_days={rate!r}: must be a number of at least 0; 3.8 to 6.5 are measured on large clusters")
+    try:
+        check_failures("failures_per_1000_node_days", cluster.failures_per_1000_node_days)
+    except ValueError as error:
+        wrong.append(str(error))
     if not cluster.nodes:
         wrong.append("nodes=(): a cluster needs at least one; give the number of nodes")
     wrong += _check_levels(cluster)
     wrong += _check_switches(cluster)
     return wrong + _check_nodes(cluster)
+
+
+def check_failures(name: str, value: object) -> None:
+    """Refuse what is no rate of failures of a cluster that trains: a number from 0 to MOST_FAILURES."""
+    measured = "3.8 to 6.5 are measured on large clusters"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name}={value!r}: must be a number of at least 0; {measured}")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value!r}: must be at least 0 and finite; {measured}")
+    if value > MOST_FAILURES:
+        raise ValueError(f"{name}={value!r}: must be at most {MOST_FAILURES:,}, a failure of each node every 1.4 minutes; {measured}")
 
 
 def _not_positive(name: str, value: object) -> list[str]:

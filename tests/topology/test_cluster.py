@@ -1,5 +1,6 @@
 """Clusters: the given ones, where GPUs meet, what they share, cuts, and every rule's message."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -185,18 +186,20 @@ X, Y, TOP = Switch("x", 0, "top", 60.0), Switch("y", 0, "top", 100.0), Switch("t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(gpus_per_node=0), "gpus_per_node=0: must be a number above 0"),
+        (dict(gpus_per_node=0), "gpus_per_node=0: must be above 0 and finite"),
         (dict(storage_read_gb_per_s=float("nan")), "storage_read_gb_per_s=nan"),
-        (dict(failures_per_1000_node_days=-1), "failures_per_1000_node_days=-1: must be a number of at least 0"),
+        (dict(failures_per_1000_node_days=-1), "failures_per_1000_node_days=-1: must be at least 0 and finite"),
+        (dict(failures_per_1000_node_days="6"), "failures_per_1000_node_days='6': must be a number of at least 0"),
+        (dict(storage_read_gb_per_s="6"), "storage_read_gb_per_s='6': must be a number above 0"),
         (dict(nodes=()), "nodes=(): a cluster needs at least one"),
         (dict(levels=(Level("nvlink", 3.0),)), "levels=['nvlink']: NVLink and 2 tiers of switches need 3 levels"),
         (dict(levels=(Level("a", 3.0), Level("a", 3.0), Level("b", 0.0))), "level 'a': named twice"),
-        (dict(levels=(Level("a", 3.0), Level("c", 3.0), Level("b", 0.0))), "levels.b.latency_us=0.0: must be a number above 0"),
+        (dict(levels=(Level("a", 3.0), Level("c", 3.0), Level("b", 0.0))), "levels.b.latency_us=0.0: must be above 0 and finite"),
         (dict(switches=(X, X, Y, TOP)), "switch 'x': named twice"),
         (dict(switches=(X, Y)), "switch 'x': up='top' is no switch of this cluster"),
         (dict(switches=(X, Y, Switch("top", 0))), "switch 'x': tier 0 must lie below tier 0 of 'top'"),
         (dict(switches=(X, Switch("y", 0), TOP)), "switches: 2 have none above (y, top), so their nodes never meet"),
-        (dict(switches=(Switch("x", 0, "top"), Y, TOP)), "switch 'x': uplink_gb_per_s=0.0: must be a number above 0"),
+        (dict(switches=(Switch("x", 0, "top"), Y, TOP)), "switch 'x': uplink_gb_per_s=0.0: must be above 0 and finite"),
         (dict(nodes=(Node("a", "a", (Nic("z", 50.0),)),)), "node 'a': leaf='z' is no switch of this cluster"),
         (dict(nodes=(Node("a", "a", (Nic("x", 0.0),)),)), "node 'a': nic.gb_per_s=0.0"),
         (dict(nodes=(Node("a", "a", ()), Node("b", "b", ()))), "node 'b': has no NIC, so it reaches no other node"),
@@ -219,9 +222,9 @@ def test_all_violations_are_listed_and_many_are_counted():
 def test_a_sheet_is_found_by_any_spelling_and_checked():
     assert gpu_sheet("GB200") is GPUS["gb200"] and gpu_sheet("A100-40GB") is GPUS["a100_40gb"]
     assert gpu_sheet("h100").peak_flops_per_s("bfloat16") == 989.4e12
-    with pytest.raises(ValueError, match=r"gpu x: peak_tflops\['bfloat16'\]=-1: must be a number above 0"):
+    with pytest.raises(ValueError, match=r"gpu x: peak_tflops\['bfloat16'\]=-1: must be above 0 and finite"):
         Gpu("x", {"bfloat16": -1}, 80, 2, 100, 300, "nowhere")
-    with pytest.raises(ValueError, match="gpu x: memory_gib=0: must be a number above 0"):
+    with pytest.raises(ValueError, match="gpu x: memory_gib=0: must be above 0 and finite"):
         Gpu("x", {}, 0, 2, 100, 300, "nowhere")
 
 
@@ -265,7 +268,7 @@ def test_a_description_without_rails():
             {"levels": [{"name": "leaf", "nodes": 4, "latency_us": 9, "oversubscription": 2}]},
             "levels.leaf.oversubscription: the first level is a leaf",
         ),
-        ({"levels": [{"name": "leaf", "nodes": 4, "latency_us": "9us"}]}, "levels.latency_us='9us': must be a number"),
+        ({"levels": [{"name": "leaf", "nodes": 4, "latency_us": "9us"}]}, "levels.leaf.latency_us='9us': must be a number; YAML reads"),
         (
             {"node": {"gpus": 4, "nics": 2, "nic_gb_per_s": 25, "rails": 2}, "levels": [{"name": "leaf", "nodes": 4, "latency_us": 9}]},
             "levels: 2 rails meet at no leaf; add a level above",
@@ -294,3 +297,111 @@ def test_a_file_of_ones_own_and_the_errors_of_loading(tmp_path):
         load_cluster(tmp_path / "absent.yaml")
     with pytest.raises(ValueError, match=r"cluster='h100_1023': must be one of gb200_nvl72, .*; did you mean 'h100_1024'\?"):
         load_cluster("h100_1023")
+
+
+def nested(path, value):
+    """DESCRIPTION with ``value`` at ``path``, such as "node.nics" or "levels.1.nodes"."""
+    changed = copy.deepcopy(DESCRIPTION)
+    *folders, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    place = changed
+    for key in folders:
+        place = place[key]
+    place[last] = value
+    return changed
+
+
+ABOVE = ["node.nic_gb_per_s", "nvlink.latency_us", "levels.0.latency_us", "levels.1.latency_us", "levels.1.oversubscription"]
+ABOVE += [f"storage.{key}" for key in DESCRIPTION["storage"]]
+
+
+@pytest.mark.parametrize("value", [0, -50, float("nan"), float("inf"), -float("inf"), 10**400, "nan", "-inf", "1e400"])
+@pytest.mark.parametrize("path", ABOVE)
+def test_a_figure_of_a_description_must_be_above_0_and_finite(path, value):
+    shown = path.replace("levels.0", "levels.leaf").replace("levels.1", "levels.spine")
+    with pytest.raises(ValueError) as error:
+        cluster_from(nested(path, value))
+    assert str(error.value).startswith(f"{shown}=") and "must be above 0 and finite; give" in str(error.value)
+    assert "YAML" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True])
+@pytest.mark.parametrize("path", ["nodes", "node.gpus", "node.rails", "nvlink.nodes", "levels.0.nodes"])
+def test_a_count_of_a_description_must_be_whole(path, value):
+    if path == "nvlink.nodes":
+        path, value = "nvlink", {"latency_us": 3, "nodes": value}
+    with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+        cluster_from(nested(path, value))
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "nan"])
+def test_failures_are_at_least_0_and_finite(value):
+    with pytest.raises(ValueError, match="^failures_per_1000_node_days=.*: must be at least 0 and finite; 3.8 to 6.5 are measured"):
+        cluster_from(nested("failures_per_1000_node_days", value))
+
+
+def test_failures_end_where_nothing_trains():
+    assert cluster_from(nested("failures_per_1000_node_days", 1_000_000)).failures_per_hour() == pytest.approx(3 * 1000 / 24)
+    for value in (1_000_001, 10**400):
+        with pytest.raises(ValueError, match="must be at most 1,000,000, a failure of each node every 1.4 minutes"):
+            cluster_from(nested("failures_per_1000_node_days", value))
+    with pytest.raises(ValueError, match="='6e0': must be a number; YAML reads 1e12 as text"):
+        cluster_from(nested("failures_per_1000_node_days", "6e0"))
+
+
+def test_the_speed_of_nics_is_needed_and_read_even_without_them():
+    with pytest.raises(ValueError, match="node: nic_gb_per_s missing, the speed of its 2 NICs; add it"):
+        cluster_from({**DESCRIPTION, "node": {"gpus": 4, "nics": 2}})
+    with pytest.raises(ValueError, match="node.nic_gb_per_s=-50: must be above 0"):
+        cluster_from({**DESCRIPTION, "nodes": 1, "levels": [], "node": {"gpus": 4, "nic_gb_per_s": -50}})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("nodes: 1\n", "nodes: 1\nnodes: 4\n", ":5: key 'nodes' is given in line 4 already; keep one"),
+        ("{gpus: 8}", "\n  gpus: 8\n  gpus: 4", ":7: key 'gpus' is given in line 6 already; keep one"),
+        ("{latency_us: 100}", "{latency_us: 1, latency_us: 2}", ":6: key 'latency_us' is given in line 6 already"),
+        ("nodes: 1\n", "nodes: 1\nlevels:\n- {name: a}\n- {name: b,\n   name: c}\n", ":8: key 'name' is given in line 7 already"),
+    ],
+)
+def test_a_key_given_twice_is_refused_with_its_line(tmp_path, old, new, message):
+    path = tmp_path / "mine.yaml"
+    text = (FOLDER / "local.yaml").read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ValueError) as error:
+        load_cluster(path)
+    assert str(error.value).startswith(f"{path}{message}")
+
+
+def test_merged_keys_marks_and_aliases_are_no_second_keys(tmp_path):
+    path = tmp_path / "mine.yaml"
+    text = (FOLDER / "local.yaml").read_text().partition("storage:")[0]
+    path.write_text(
+        "\ufeff" + text + "storage: {<<: &s {read_gb_per_s: 1, write_gb_per_s: 1, node_gb_per_s: 1}, read_gb_per_s: 3}\n"
+        "failures_per_1000_node_days: 0\n",
+        encoding="utf-8",
+    )
+    assert load_cluster(path).storage_read_gb_per_s == 3.0
+    path.write_text("a: &a [*a]\n")
+    with pytest.raises(ValueError, match="mine.yaml: cluster.a: no such key"):
+        load_cluster(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="mine.yaml: cluster=None: must be a mapping"):
+        load_cluster(path)
+    path.write_text("nodes: 2024-99-99\n")
+    with pytest.raises(ValueError, match="mine.yaml: is no YAML: month must be in 1..12"):
+        load_cluster(path)
+
+
+def test_no_path_and_a_folder_are_no_cluster(tmp_path, monkeypatch):
+    for empty in ("", " "):
+        with pytest.raises(ValueError, match=r"^cluster=' ?': is empty; give one of gb200_nvl72, .*, or the path of a .yaml file$"):
+            load_cluster(empty)
+    (tmp_path / "x.yaml").mkdir()
+    for folder in (tmp_path, tmp_path / "x.yaml", "."):
+        with pytest.raises(ValueError, match=r"^cluster='.+': is a folder; give one of gb200_nvl72, .*, or the path of a .yaml file$"):
+            load_cluster(folder)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local").mkdir()
+    assert load_cluster("local").num_gpus == 8  # a name comes first

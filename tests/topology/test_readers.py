@@ -238,6 +238,53 @@ def test_a_dump_without_the_nodes_asked_for(tmp_path):
         read_ibnetdiscover(written(tmp_path, dump()), nodes="dgx*")
 
 
+def hosts_on_one_leaf(**ports):
+    """A leaf with hosts of so many ports."""
+    links = [(host.replace("_", "-"), card) for host, count in ports.items() for card in range(count)]
+    return section("Switch", "S-x", "leaf", *((at, f"H-{at}", f"{host} mlx5_{card}", "4xNDR") for at, (host, card) in enumerate(links)))
+
+
+def test_hosts_with_half_the_ports_or_a_default_name_are_no_nodes(tmp_path):
+    path = written(tmp_path, hosts_on_one_leaf(n1=4, n2=4, localhost=4, n3=3, n4=4, manager=2, Ubuntu=4, ubuntu_7=4, login=1))
+    fabric = read_fabric(path)
+    assert [node.name for node in fabric.nodes] == ["n1", "n2", "n3", "n4", "ubuntu-7"]
+    assert fabric.left_out == ("Ubuntu", "localhost", "login", "manager")
+    (note,) = fabric.notes
+    assert note == (
+        "4 hosts that look like no nodes left out: Ubuntu (a system's default name); localhost (a system's default name); "
+        "login (ports: 1, of the median host: 4); manager (ports: 2, of the median host: 4)"
+    )
+    assert fabric.only("n*").left_out == fabric.left_out
+    chosen = read_ibnetdiscover(path, nodes="*")  # who says which hosts are nodes is obeyed
+    assert len(chosen.nodes) == 9 and chosen.left_out == ()
+    assert len(read_fabric(written(tmp_path, hosts_on_one_leaf(a=1, b=1))).nodes) == 2
+    with pytest.raises(ValueError, match="hosts=localhost: every host has a system's default name, so nodes cannot be told apart"):
+        read_fabric(written(tmp_path, hosts_on_one_leaf(localhost=4)))
+
+
+def test_a_switch_of_managers_only_is_no_leaf(tmp_path):
+    up = [(20, "S-p", "spine", "4xNDR")]
+    nodes = [(number, f"H-{number}", f"n{number % 2} mlx5_{number}", "4xNDR") for number in range(8)]
+    text = section("Switch", "S-x", "leaf", *nodes, *up)
+    text += section("Switch", "S-p", "spine", (1, "H-m", "manager mlx5_0", "4xNDR"), (2, "S-x", "leaf", "4xNDR"))
+    fabric = read_fabric(written(tmp_path, text))
+    assert fabric.left_out == ("manager",)
+    assert fabric.switches == (FabricSwitch("leaf", 0, "spine", 50.0), FabricSwitch("spine", 1))
+
+
+@pytest.mark.parametrize("make", [lambda: TREE, dump, lambda: labelled(("a", new("1")), ("b", new("1"))), lambda: BLOCKS])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, make):
+    plain, marked = written(tmp_path, make(), "plain"), tmp_path / "marked"
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert read_fabric(marked).nodes == read_fabric(plain).nodes
+    for text in (b"SwitchName=a Nodes=n1", b"# c\nBlockName=a Nodes=n1"):  # on the first line, too
+        marked.write_bytes(b"\xef\xbb\xbf" + text)
+        assert [node.name for node in read_slurm(marked).nodes] == ["n1"]
+    marked.write_bytes(b"\xef\xbb\xbf\xff")
+    with pytest.raises(ValueError, match="byte 3 is no UTF-8"):
+        read_fabric(marked)
+
+
 def test_the_format_is_found(tmp_path):
     assert len(read_fabric(written(tmp_path, TREE)).nodes) == 6
     assert len(read_fabric(written(tmp_path, dump())).nodes) == 4  # the manager too, when nothing is said
@@ -278,7 +325,7 @@ def test_labels_of_kubernetes_nodes(tmp_path):
         ("c", "tier0.2", None),
     ]
     assert fabric.switches == (FabricSwitch("tier0.1", 0, "tier1.1"), FabricSwitch("tier1.1", 1), FabricSwitch("tier0.2", 0, "tier1.1"))
-    assert fabric.notes == ("2 nodes without a leaf's label left out: master, odd",)
+    assert fabric.notes == ("2 nodes without a leaf's label left out: master, odd",) and fabric.left_out == ("master", "odd")
     assert fabric.cluster(load_cluster("gb200_nvl72")).levels_between(0, np.array([4, 8])).tolist() == [0, 2]
 
 
@@ -319,6 +366,14 @@ def test_the_real_dump_of_nvidia_topograph():
     cluster = fabric.cluster(load_cluster("gb200_nvl72"))
     assert cluster.num_gpus == 476
     assert len(set(np.unique(cluster.levels_between(np.arange(476)[:, None], np.arange(476))).tolist())) == 3
+
+
+def test_the_real_dump_read_without_a_pattern_has_the_same_nodes():
+    fabric = read_fabric(real("topograph_example.out"))
+    assert fabric.left_out == ("B11-P1-CUFM-02", "localhost", "ubuntu")
+    assert all("-dgx-" in node.name for node in fabric.nodes)
+    assert Counter(len(node.ports) for node in fabric.nodes) == {4: 109, 3: 10}
+    assert fabric.nodes == read_ibnetdiscover(real("topograph_example.out"), nodes="*-dgx-*").nodes
 
 
 def test_the_real_broken_dump():
