@@ -30,7 +30,7 @@ USAGE = """megascale dryrun [recipe=NAME] [key=value ...] [--full] [--schedule]
   Takes the arguments of megascale train and runs the same code on ranks that do not exist: torch's fake
   process group, tensors without storage. Prints, for each distinct stage of the pipeline, the bytes of
   parameters, gradients and optimizer, FLOPs, the bytes of each axis' messages, groups of a rank, and the
-  peak of memory; and fails where the planner says otherwise by more than 5%.
+  peak of memory; and fails where the planner's bytes or FLOPs are more than 5% off (peaks are shown).
 
   The number of ranks is launch.ranks=N; or what the plan's sizes make, where it gives
   data_parallel_size or data_parallel_shard_size as a number; or the GPUs of cluster=NAME.
@@ -181,6 +181,11 @@ def subject_of(asked: Arguments) -> Subject:
             "ones of the same kind; choose one, such as model=7b"
         )
     prepare.check_model(model, options["batch"]["sequence_length"])
+    if model["num_experts"] and not precision_name(trainer["precision"]).startswith("bf16"):
+        raise UserError(
+            f"trainer.precision={trainer['precision']}: experts are traced as grouped products, which are of bfloat16: add "
+            "trainer.precision=bf16-mixed"
+        )
     prepare.check_optim(optim, trainer)
     if optim is None:
         raise UserError("optim=none: a dry run counts the bytes of an optimizer; choose one, such as optim=adamw")
@@ -215,7 +220,10 @@ def _show(asked: Arguments, subject: Subject) -> int:
     console.print(header(subject), markup=False, soft_wrap=True)
     run = dry_run(subject, full=asked.full)
     console.print(table(run))
-    console.print("\nmessages of a rank in one step, GB: of an all-gather what comes out, of a reduce-scatter what goes in", soft_wrap=True)
+    console.print(
+        "\nmessages of a rank in one step, GB: of an all-gather what comes out, of a reduce-scatter what goes in; from 10 kB on",
+        soft_wrap=True,
+    )
     console.print(traffic_table(run))
     console.print(f"\n{NOTES}\n{PEAK}", markup=False, soft_wrap=True)
     if asked.schedule:
@@ -250,13 +258,13 @@ def table(run: DryRun) -> Table:
         found.add_column(places(trace), justify="right")
     rows: list[tuple[str, Callable[[StageTrace], str]]] = [
         ("layers", lambda trace: " + ".join(f"{count} {kind}" for kind, count in trace.layers.items()) or "none"),
-        ("stages' parameters, 1e9", lambda trace: f"{trace.parameters / 1e9:.3f}"),
+        ("stages' parameters, 1e9", lambda trace: _digits(trace.parameters / 1e9)),
         ("parameters, GB", lambda trace: _gb(trace.parameters_bytes)),
         ("gradients, GB", lambda trace: _gb(trace.gradient_bytes)),
         ("optimizer, GB", lambda trace: _gb(trace.optimizer_bytes)),
         ("peak, GB (estimate)", lambda trace: _gb(trace.peak_bytes)),
-        ("TFLOP", lambda trace: f"{trace.flops / 1e12:,.2f}"),
-        ("TFLOP run again", lambda trace: f"{trace.recomputed_flops / 1e12:,.2f}"),
+        ("TFLOP", lambda trace: _digits(trace.flops / 1e12)),
+        ("TFLOP run again", lambda trace: _digits(trace.recomputed_flops / 1e12)),
         ("microbatches in flight", lambda trace: str(trace.in_flight)),
         ("process groups", lambda trace: str(trace.groups)),
     ]
@@ -266,7 +274,12 @@ def table(run: DryRun) -> Table:
 
 
 def _gb(bytes_: int) -> str:
-    return f"{bytes_ / _GB:.3f}"
+    return _digits(bytes_ / _GB)
+
+
+def _digits(value: float) -> str:
+    """Three decimals; three digits of what is smaller."""
+    return f"{value:,.3f}" if value >= 1 or value == 0 else f"{value:.3g}"
 
 
 def places(trace: StageTrace) -> str:
@@ -278,7 +291,7 @@ def places(trace: StageTrace) -> str:
 
 
 def traffic_table(run: DryRun) -> Table:
-    """A row for each kind of message that carries a megabyte or more, a column for each distinct stage."""
+    """A row for each kind of message that carries ten kilobytes or more on some rank, a column for each distinct stage."""
     found = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("axis", "operation", "dtype"):
         found.add_column(title, no_wrap=True)
@@ -286,6 +299,6 @@ def traffic_table(run: DryRun) -> Table:
         found.add_column(places(trace), justify="right")
     entries = [{(row.axis, row.operation, row.dtype): row for row in trace.traffic} for trace in run.stages]
     for key in sorted({key for rows in entries for key in rows}):
-        if any(rows[key].bytes_ >= 1e6 for rows in entries if key in rows):
+        if any(rows[key].bytes_ >= 1e4 for rows in entries if key in rows):
             found.add_row(*key, *(_gb(rows[key].bytes_) if key in rows else "" for rows in entries))
     return found

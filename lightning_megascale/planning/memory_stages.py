@@ -152,7 +152,7 @@ def holdings(model: ModelShape, stage_plan: StagePlan, rank: int, plans: Candida
             dense, experts, largest = dense + count * one, experts + count * own, np.maximum(largest, one + own)
     first, last = 0 in stages, stage_plan.stages - 1 in stages
     head_weights = sum(matmul.parameters for matmul in model.head)
-    shared = model.tied_parameters if first and last else 0  # on two ranks each has a copy
+    shared = model.tied_parameters if stage_plan.stages == 1 else 0  # two stages have a copy each, on one rank too
     embedding = model.embedding_parameters / plans.tp if first else np.zeros(len(plans))
     head = (head_weights - shared) / plans.tp if last else np.zeros(len(plans))
     root = embedding + head + (model.vectors if last else 0)

@@ -47,7 +47,9 @@ def planned(subject: Subject, place: int, layers: Mapping[str, int], *, first: b
         row += workload.head_flops().total
     rows = workload.global_batch_size // int(plan.data_parallel_size)
     found: dict[str, float] = {"parameters": parameters}
-    if plan.context_parallel_size == 1 or plan.context_parallel_layout != "contiguous":  # whose first rank attends to the fewest pairs
+    cp = plan.context_parallel_size
+    # A contiguous layout's first rank attends to the fewest pairs, and rows that do not divide are filled up.
+    if cp == 1 or (plan.context_parallel_layout != "contiguous" and workload.sequence_length % (2 * cp) == 0):
         found["FLOP per step"] = row * rows / (plan.tensor_parallel_size * plan.context_parallel_size)
     return found | _memory(subject, workload, place, layers)
 
