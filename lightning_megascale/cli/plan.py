@@ -30,6 +30,7 @@ USAGE = """megascale plan recipe=NAME or model=NAME or hf=FOLDER [cluster=NAME] 
   profile=FILE             constants that megascale plan profile measured, in the place of the stack's own
   fabric=FILE              nodes and switches of a real fabric (Slurm's topology.conf, ibnetdiscover, labels of topograph),
                            with the speeds of the cluster
+  nccl=FILE                NCCL's topology file of a node: refused where the cluster's nodes are others
   hosts=FILE ranks=FILE    places the best plan: the hosts in rank order (Slurm), and the strategy's placement
   out=plan.yaml            writes the best plan; megascale train plan_file=plan.yaml runs it
   png=plan.png             draws its timeline, memory and placement
@@ -42,7 +43,23 @@ megascale plan profile [out=FILE.yaml]
 
   Exit code: 0 a plan was found, 2 none can be or something was asked for wrongly."""
 
-_OWN = ("hf", "gpus", "gpu", "top", "out", "png", "plan_file", "source_length", "profile", "fabric", "hosts", "ranks", "rows", "cluster")
+_OWN = (
+    "hf",
+    "gpus",
+    "gpu",
+    "top",
+    "out",
+    "png",
+    "plan_file",
+    "source_length",
+    "profile",
+    "nccl",
+    "fabric",
+    "hosts",
+    "ranks",
+    "rows",
+    "cluster",
+)
 _DEFAULT_CLUSTER = "h100_1024"
 _DEFAULT_TOKENS = 2**22
 
@@ -233,6 +250,12 @@ def _setting(request: Request, cfg: dict[str, Any]) -> tuple[Any, list[str], Any
         whole = fabric.cluster(like=whole)
         if left_out := getattr(fabric, "left_out", ()):
             assumed.append(f"no GPU nodes: {', '.join(left_out[:6])}{', ...' if len(left_out) > 6 else ''}")
+    if "nccl" in own:
+        from lightning_megascale.topology.nccl import read_nccl_node
+
+        if wrong := read_nccl_node(own["nccl"]).differences(whole):
+            lines = "\n".join(f"  - {line}" for line in wrong)
+            raise UserError(f"nccl={own['nccl']}: a node of cluster {whole.name!r} is another; correct the cluster's file:\n{lines}")
     cluster = whole.cut(gpus=gpus)
     from_recipe = any(item.startswith("recipe=") for item in request.overrides)
     given = {item.partition("=")[0] for item in request.overrides}

@@ -255,3 +255,12 @@ def test_an_encoder_decoder_is_told_how_long_its_source_is(capsys):
     assert code == 0 and "dp_" in text
     code, text = said(capsys, "hf=t5", "gpus=8")
     assert code == 2 and "source_length=None: must be given" in text
+
+
+def test_a_node_of_another_kind_than_the_clusters_is_refused(capsys):
+    ports = "".join(f'<pci busid="s{i}"><pci busid="g{i}" class="0x0302"/><pci busid="n{i}" class="0x0207"/></pci>' for i in range(8))
+    Path("topo.xml").write_text(f"<system><cpu>{ports}</cpu></system>")
+    code, text = said(capsys, *SMALL, "nccl=topo.xml", "top=1")
+    assert code == 0 and "dp_" in text
+    code, text = said(capsys, "model=7b", "cluster=gb200_nvl72", "nccl=topo.xml", "top=1")
+    assert code == 2 and "node.gpus=4: the file has 8 GPUs" in text
