@@ -224,6 +224,26 @@ def ulysses_size(context_parallel_size: int) -> int:
     )
 
 
+RING_TOKENS = 4096
+"""Tokens of a rank from which a hop's transfer hides behind its products on an H100 over 400 Gbit/s with a quarter as many key heads:
+2 x (G / N) x FLOP/s / bytes per second; the rule "one rank per 4,096 tokens" of Megatron-Bridge's guide says the same."""
+RING_BALANCE = 1.25  # a ring waits for its slowest rank at every step; above this ratio the other methods, which wait once, win
+
+
+def choose_method(heads: int, kv_heads: int, tokens: int, size: int, balance: float = 1.0) -> str:
+    """The method that "auto" means.
+
+    Args:
+        heads, kv_heads: of this rank.
+        tokens: of this rank.
+        size: context-parallel ranks.
+        balance: ``ring_step_ratio`` of the rows.
+    """
+    if tokens >= RING_TOKENS and balance <= RING_BALANCE:
+        return "ring"
+    return "ulysses" if heads % size == 0 and kv_heads % size == 0 else "allgather"
+
+
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 

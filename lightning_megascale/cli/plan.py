@@ -152,11 +152,11 @@ def _search(request: Request) -> int:
     given = _given_plan(own, setting)
     setting = dataclasses.replace(setting, stack=stack_under(setting.stack, plan))
     result = search(setting, top=top, fixed=fixed, given=kept_fields(plan))
-    show(result, assumed, given, not_modelled(plan))
+    show(result, assumed, given, not_modelled({key: value for key, value in plan.items() if key != "pipeline_split"}))
     if not result.best:
         raise UserError(explain_nothing(result, fixed, whole))
     if "out" in own:
-        _write(result.plan(), result.best[0], request)
+        _write(result.plan(block="model.layers.{}" if "hf" in own else "layers.{}"), result.best[0], request)
     placed = None
     if {"fabric", "hosts", "ranks"} & set(own):
         from lightning_megascale.cli.plan_place import place_best
@@ -269,11 +269,13 @@ def _setting(request: Request, cfg: dict[str, Any]) -> tuple[Any, list[str], Any
     if not isinstance(length, int) or length < 1:
         raise UserError(f"batch.sequence_length={length}: must be a whole number of at least 1")
     precision = cfg["trainer"]["precision"]
-    if precision is None:
+    if precision is None and not from_recipe:
         precision = "bf16-mixed"
         assumed.append("trainer.precision=bf16-mixed")
     source = number("source_length", own["source_length"], int, 1) if "source_length" in own else None
     setting = setting_of(shape, cluster, sequence_length=length, global_batch_size=batch, precision=precision, source_length=source)
+    if "hf" in own:  # their heads give whole logits, unless called with labels
+        setting = dataclasses.replace(setting, stack=dataclasses.replace(setting.stack, whole_logits=True))
     if "profile" in own:
         from lightning_megascale.cli.plan_profile import with_profile
 

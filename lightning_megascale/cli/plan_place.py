@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_megascale.cli.errors import UserError
 from lightning_megascale.planning.estimates import Estimate
+from lightning_megascale.planning.legal import expert_counts
 from lightning_megascale.planning.traffic import plan_traffic
 from lightning_megascale.topology.cluster import Cluster
 from lightning_megascale.topology.placement import AXES, Placement, evaluate, place
@@ -27,7 +28,7 @@ def place_best(best: Estimate, whole: Cluster, own: Mapping[str, str]) -> Placem
     columns = {name: int(column[0]) for name, column in best.candidates.columns().items()}
     sizes = {axis: columns[axis] for axis in AXES}
     traffic = plan_traffic(best.setting.workload, best.setting.stack, best.candidates)
-    ep = columns["ep"] if columns["ep"] > 1 else None
+    ep = columns["ep"] if expert_counts(best.setting.workload.model) else None
     try:
         found = place(whole, sizes, traffic, ep=ep)
         plain = evaluate(whole, sizes, traffic, ep=ep)

@@ -125,7 +125,7 @@ def _placement(axis: Any, plan: Estimate, placed: Placement | None) -> None:
     for gpu in range(nodes * per_node):
         node, slot = divmod(gpu, per_node)
         place = {name: int(places[number][gpu]) for number, name in enumerate(_AXES) if name in names}
-        hue = place.get("dp_shard", place.get("dp_replicate", 0)) if columns["pp"] == 1 or nodes * per_node <= 1 else place.get("pp", 0)
+        hue = place.get("dp_shard", place.get("dp_replicate", 0)) if columns["pp"] == 1 else place.get("pp", 0)
         axis.add_patch(_square(slot, node, colors(int(hue) % 20)))
         words = " ".join(f"{_SHORT[name]}{int(value)}" for name, value in place.items())
         axis.text(slot + 0.5, node + 0.5, words, ha="center", va="center", fontsize=7)

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning_megascale.cli.arguments import check_output, parse
 from lightning_megascale.cli.errors import UserError
+from lightning_megascale.planning.kernels import HALF_LENGTH
 from lightning_megascale.planning.stack import Stack
 from lightning_megascale.topology.gpus import GPUS, Gpu, gpu_sheet
 
@@ -107,6 +108,7 @@ def measure(sheet: Gpu) -> dict[str, float]:
     products = 2 * size**3 / _seconds(lambda: a @ b)
     core = torch.nn.functional.scaled_dot_product_attention
     attention = 2 * length**2 * heads * 128 / _seconds(lambda: core(q, k, v, is_causal=True))  # half of 4LLNH
+    attention *= 1 + HALF_LENGTH / length  # the constant is of rows without end
     copied = 2 * long.numel() * long.element_size() / _seconds(lambda: long.mul_(1.0))
     found = {
         "matmul_efficiency": products / peak,

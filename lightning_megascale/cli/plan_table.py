@@ -36,7 +36,7 @@ def show(result: SearchResult, assumed: Sequence[str], given: Estimate | None = 
     if given is not None:
         console.print(_table([given], "the plan as written"))
         verdict = "fits" if given.fits else f"does not fit: a GPU has {given.setting.memory_bytes / 1e9:.1f} GB"
-        parts = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in memory_parts(given).items() if value >= 5e7)
+        parts = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in given.memory.row().items() if value >= 5e7)
         console.print(f"needs {given.memory_bytes / 1e9:.1f} GB ({parts}) and {verdict}", markup=False, soft_wrap=True)
     if not result.best:
         return
@@ -49,11 +49,6 @@ def show(result: SearchResult, assumed: Sequence[str], given: Estimate | None = 
     console.print("\nwhat ruled the others out:", markup=False)
     for reason, count in list(result.rejected.items())[:10]:
         console.print(f"  {count:>10,}  {reason}", markup=False, soft_wrap=True)
-
-
-def memory_parts(estimate: Estimate) -> dict[str, float]:
-    """Kind -> bytes, of the pipeline rank that needs most."""
-    return estimate.memory.row()
 
 
 def _header(result: SearchResult, assumed: Sequence[str]) -> list[tuple[str, str]]:

@@ -44,7 +44,7 @@ def block_cost(machine: Machine, kind: LayerKind, cut: Cut) -> Cost:
         forward, backward, matmuls[2], recompute,
         tensor[0], tensor[1] + np.where(halved, 0.5, again) * tensor[0],
         context[0], context[1] + again * context[0],
-        expert, expert * (1 + again),
+        expert, expert * (1 + again * (machine.stack.selective != "elementwise")),  # this package keeps what came
     )  # fmt: skip
 
 
@@ -53,13 +53,16 @@ def end_costs(machine: Machine, cut: Cut) -> tuple[Cost, Cost]:
     model, zero = machine.workload.model, np.zeros(len(cut.tp))
     tokens = machine.tokens(cut, "tokens")
     row = tokens * model.hidden_size
-    whole = row * machine.stack.precision.compute_bytes
+    element = machine.stack.precision.compute_bytes
+    whole = row * element
+    scatter = np.where(cut.sequence_parallel, machine.links.ring_seconds(whole, cut.tp, cut.tp_stride), 0.0)
     reduce = machine.links.all_reduce_seconds(whole, cut.tp, cut.tp_stride)
     first = dataclasses.replace(
         Cost.nothing(len(zero)),
-        forward=traffic_seconds(machine.rates, row * 4),
-        backward_weights=traffic_seconds(machine.rates, row * 8),
-        tensor_forward=np.where(cut.sequence_parallel, reduce / 2, reduce),
+        forward=traffic_seconds(machine.rates, row * 2 * element),
+        backward_weights=traffic_seconds(machine.rates, row * 4 * element),
+        tensor_forward=np.where(cut.sequence_parallel, scatter, reduce),
+        tensor_backward=scatter,
     )
     forward, inputs, weights = zero, zero, zero
     for matmul in model.head:
@@ -67,21 +70,19 @@ def end_costs(machine: Machine, cut: Cut) -> tuple[Cost, Cost]:
         one, two, three = product(machine, *sizes, plain=True)
         forward, inputs, weights = forward + one, inputs + two, weights + three
     logits = tokens * model.vocab_size / (1 if machine.stack.whole_logits else cut.tp)
-    gathered = (
-        machine.links.ring_seconds(logits * machine.stack.precision.compute_bytes, cut.tp, cut.tp_stride)
-        if machine.stack.whole_logits
-        else zero
-    )
-    # Cross-entropy: fused, it reads logits and writes their gradient (4; 4). Else logits become float32 (6), log-softmax reads them twice
-    # and writes (12), and the backward writes one gradient, reads and writes another (16) and makes it small (6).
-    loss = (4, 4) if machine.stack.fused_loss else (18, 22)
+    gathered = machine.links.ring_seconds(logits * element, cut.tp, cut.tp_stride) if machine.stack.whole_logits else zero
+    # Cross-entropy, of 2-byte numbers: fused, it reads logits and writes their gradient (4; 4). Else logits become float32 (6), log-softmax
+    # reads them twice and writes (12), and the backward writes one gradient, reads and writes another (16) and makes it small (6). Wider
+    # numbers stay as they are.
+    exact, cast = max(4, element), element + 4 if element < 4 else 0
+    loss = (2 * element, 2 * element) if machine.stack.fused_loss else (cast + 3 * exact, 4 * exact + cast)
     return first, dataclasses.replace(
         Cost.nothing(len(zero)),
-        forward=forward + traffic_seconds(machine.rates, logits * loss[0] + row * 4),
-        backward_inputs=inputs + traffic_seconds(machine.rates, logits * loss[1] + row * 6),
+        forward=forward + traffic_seconds(machine.rates, logits * loss[0] + row * 2 * element),
+        backward_inputs=inputs + traffic_seconds(machine.rates, logits * loss[1] + row * 3 * element),
         backward_weights=weights,
-        tensor_forward=np.where(cut.sequence_parallel, machine.links.ring_seconds(whole, cut.tp, cut.tp_stride), 0.0) + gathered,
-        tensor_backward=np.where(cut.sequence_parallel, machine.links.ring_seconds(whole, cut.tp, cut.tp_stride), reduce),
+        tensor_forward=scatter + gathered,
+        tensor_backward=np.where(cut.sequence_parallel, scatter, reduce),
     )
 
 

@@ -85,12 +85,12 @@ class Candidates:
         return cls(**{name: np.array([row.get(name, int(name in one)) for row in rows], dtype=_dtype(name)) for name in names})
 
     @classmethod
-    def from_plan(cls, plan: ParallelPlan, heads: int | None = None) -> Candidates:
+    def from_plan(cls, plan: ParallelPlan, auto_method: str = "ring") -> Candidates:
         """One candidate: a resolved plan.
 
         Args:
             plan: with no size left "auto".
-            heads: query heads of the model, by which ``context_parallel_method="auto"`` is decided; None: a ring.
+            auto_method: what ``context_parallel_method="auto"`` becomes; ``plan_effects.auto_method`` knows it.
 
         Raises:
             ValueError: a size is "auto".
@@ -103,7 +103,7 @@ class Candidates:
         shared = int(plan.data_parallel_shard_size) * plan.context_parallel_size > 1
         named = plan.activation_checkpointing
         asked = plan.context_parallel_method
-        method = "ulysses" if asked == "auto" and heads and not heads % plan.context_parallel_size else "ring"
+        method = auto_method if asked == "auto" else "ring"
         return cls.of([{
             "pp": plan.pipeline_parallel_size,
             "dp_replicate": plan.data_parallel_replicate_size,
@@ -163,13 +163,27 @@ class Candidates:
         return self.dp_shard * self.cp
 
     @property
+    def expert_owners(self) -> np.ndarray:
+        """Ranks that hold other experts."""
+        return owners_of_experts(self.ep, self.tp, self.sequence_parallel)
+
+    @property
     def expert_shard(self) -> np.ndarray:
-        """Ranks that share one copy of a rank's experts: dp_shard x cp x tp / ep."""
-        return self.dp_shard * self.cp * self.tp // self.ep
+        """Ranks that share one copy of a rank's experts: dp_shard x cp x tp, which no other ones own."""
+        return self.dp_shard * self.cp * self.tp // self.expert_owners
 
     def microbatches(self, global_batch_size: int) -> np.ndarray:
         """Microbatches of a rank in one optimizer step."""
         return global_batch_size // (self.dp * self.microbatch_size)
+
+
+def owners_of_experts(ep: np.ndarray, tp: np.ndarray, sequence_parallel: np.ndarray) -> np.ndarray:
+    """Ranks that hold other experts, int (P,).
+
+    Those of expert parallelism. Without it tensor parallelism deals whole experts out over its ranks, on the tokens that all of them have;
+    but under sequence parallelism each rank has tokens of its own and all experts. Source: ``parallel/expert.py``, ``regroups_ranks``.
+    """
+    return np.where(ep > 1, ep, np.where(sequence_parallel, 1, tp))
 
 
 def _dtype(name: str) -> type:

@@ -91,7 +91,7 @@ class Links:
         ring = 2 * self.ring_seconds(bytes_, size, stride)
         inner = self._members(0, size, stride)
         nodes = np.ceil(size / inner)
-        steps = 2 * np.log2(np.maximum(nodes, 1)) * self.seconds[-1] + 2 * (inner - 1) * self.seconds[0]
+        steps = 2 * np.log2(np.maximum(nodes, 1)) * self._farthest(size, stride) + 2 * (inner - 1) * self.seconds[0]
         tree = ring - 2 * self._ring_latency(size, stride) + steps
         return np.where(nodes > 1, np.minimum(ring, tree), ring)
 
@@ -107,8 +107,7 @@ class Links:
             below = self._members(level - 1, size, stride)
             moved = np.maximum(moved, (size - below) / size * bytes_ / self.bytes_per_s[level])
         # Messages are posted together: the latency is that of the farthest, and a small cost for each, a tenth, is assumed.
-        far = self.seconds[np.searchsorted(self.sizes, np.minimum((size - 1) * stride + 1, self.sizes[-1]))]
-        return np.where(size > 1, moved + far + 0.1 * (size - 1) * self.seconds[0], 0.0)
+        return np.where(size > 1, moved + self._farthest(size, stride) + 0.1 * (size - 1) * self.seconds[0], 0.0)
 
     def two_hop_seconds(self, bytes_: Number, choices: int, size: Number, stride: Number = 1, most: int | None = None) -> np.ndarray:
         """Tokens to their experts' ranks: each token once to every node that it has experts on, and from there on over NVLink.
@@ -134,6 +133,10 @@ class Links:
         bytes_, distance = np.broadcast_arrays(np.asarray(bytes_, dtype=np.float64), np.asarray(distance))
         level = np.searchsorted(self.sizes, np.minimum(distance + 1, self.sizes[-1]))
         return bytes_ / self.bytes_per_s[level] + self.seconds[level]
+
+    def _farthest(self, size: np.ndarray, stride: np.ndarray) -> np.ndarray:
+        """Seconds of a message between a group's first rank and its last."""
+        return self.seconds[np.searchsorted(self.sizes, np.minimum((size - 1) * stride + 1, self.sizes[-1]))]
 
     def _members(self, level: int, size: np.ndarray, stride: np.ndarray) -> np.ndarray:
         """Ranks of a group that meet at ``level`` or below, at least 1."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_megascale.planning.candidates import Candidates
+from lightning_megascale.planning.candidates import Candidates, owners_of_experts
 from lightning_megascale.planning.collectives import Links
 from lightning_megascale.planning.kernels import Rates
 from lightning_megascale.planning.stack import Stack
@@ -44,6 +44,11 @@ class Cut:
         columns |= {"tp_stride": strides["tp"], "cp_stride": strides["cp"]}
         rows, places = distinct(*columns.values())  # type: ignore[arg-type]
         return cls(**dict(zip(columns, rows, strict=True))), places
+
+    @property
+    def expert_owners(self) -> np.ndarray:
+        """Ranks that hold other experts."""
+        return owners_of_experts(self.ep, self.tp, self.sequence_parallel)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +12,7 @@ from lightning_megascale.planning.candidates import Candidates
 from lightning_megascale.planning.goodput import Footprint, Goodput, Reliability, Storage, estimate_goodput
 from lightning_megascale.planning.legal import broken_rules
 from lightning_megascale.planning.memory import Memory, memory
-from lightning_megascale.planning.plan_effects import check_split, not_modelled, stack_under
+from lightning_megascale.planning.plan_effects import auto_method, check_split, not_modelled, stack_under
 from lightning_megascale.planning.stack import Stack
 from lightning_megascale.planning.stacks import stack_for
 from lightning_megascale.planning.step_time import StepTime, step_time
@@ -179,20 +178,19 @@ def estimate(
             of its own or of the model, the batch or the schedule.
     """
     stack = stack or stack_for(cluster.gpu.name)
-    heads = workload.model.layers[0].cores[0].kv_heads if workload.model.layers[0].cores else None
-    candidates = plan if isinstance(plan, Candidates) else Candidates.from_plan(plan, heads)
+    candidates = plan if isinstance(plan, Candidates) else Candidates.from_plan(plan, auto_method(plan, workload))
     if len(candidates) != 1:
         raise ValueError(f"plan: {len(candidates)} candidates, and one is estimated; take(np.array([i])) chooses one")
     if isinstance(plan, ParallelPlan):
         _check(plan, workload, candidates)
-        stack = stack_under(stack, dataclasses.asdict(plan))
+        stack = stack_under(stack, vars(plan))
     gpus = int(candidates.world_size[0])
     if gpus > cluster.num_gpus:
         raise ValueError(f"plan: it needs {gpus} GPUs, and cluster {cluster.name!r} has {cluster.num_gpus}; use a larger cluster")
     setting = Setting(workload, cluster, stack, reliability)
     time = step_time(workload, cluster, stack, candidates)
     goodput = setting.goodput(float(time.total[0]), gpus, int(candidates.dp_replicate[0]))
-    ignored = not_modelled(dataclasses.asdict(plan)) if isinstance(plan, ParallelPlan) else ()
+    ignored = not_modelled(vars(plan), workload.model) if isinstance(plan, ParallelPlan) else ()
     return Estimate(setting, candidates, time, memory(workload, cluster, stack, candidates), goodput, ignored)
 
 

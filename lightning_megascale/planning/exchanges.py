@@ -34,9 +34,23 @@ def tensor_seconds(machine: Machine, kind: LayerKind, cut: Cut, matmuls: np.ndar
             gather = scatter * (machine.stack.precision.gather_bytes / machine.stack.precision.compute_bytes)
         sent[0] += np.where(cut.sequence_parallel, gather + scatter, reduce)
         sent[1] += np.where(cut.sequence_parallel, gather + scatter + gather * machine.stack.regather, reduce)
+    if any(matmul.copies > 1 for matmul in kind.matmuls):
+        sent += _experts_over_tensor(machine, cut)
     if not machine.stack.overlap_tensor:
         return sent
     return sent - np.minimum(TENSOR_HIDDEN * sent, np.array([matmuls[0], matmuls[1] + matmuls[2]]))
+
+
+def _experts_over_tensor(machine: Machine, cut: Cut) -> np.ndarray:
+    """What tensor-parallel ranks send of a mixture when all have the same tokens, one way; (U,). With tokens of their own, nothing.
+
+    Source: ``parallel/tensor_experts.py`` (ranks add up what their experts gave: an all-reduce of the hidden state, of its gradient in the
+        backward); ``parallel/expert.py`` (with expert parallelism each sends a part of the tokens, and all parts are gathered).
+    """
+    whole = machine.tokens(cut) * machine.workload.model.hidden_size * machine.stack.precision.compute_bytes
+    added = machine.links.all_reduce_seconds(whole, cut.tp, cut.tp_stride)
+    gathered = machine.links.ring_seconds(whole, cut.tp, cut.tp_stride)
+    return np.where(cut.sequence_parallel, 0.0, np.where(cut.ep > 1, gathered, added))
 
 
 def context_seconds(machine: Machine, core: AttentionCore, cut: Cut, seconds: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Every candidate plan of a number of GPUs as columns: sizes of all axes, schedules and microbatches; then the ways to save memory.
 
-Choices that can only lose are not tried, whatever the constants: no sequence parallelism beside tensor parallelism (the same bytes on the
-wire, more memory), GPipe where 1F1B runs (the same bubble, more memory).
+Not tried: tensor parallelism without sequence parallelism (it keeps more in memory, and saves the gathers that sequence parallelism repeats
+in the backward: fix sequence_parallel=False to try it), and GPipe where 1F1B runs (the same bubble, more memory).
 """
 
 from __future__ import annotations

@@ -46,12 +46,13 @@ class Rates:
 
     Args:
         matmul: operations of large products in the stack's dtype, at its best.
-        plain: the same in bfloat16, for products that never run in a smaller dtype: routers and logits.
+        plain: the same in bfloat16 or wider, for products that never run in a smaller dtype: routers and logits.
         attention: operations of attention's products.
         memory: bytes of memory, of kernels between products.
         product_memory: the same of products, whose reads are large and regular.
         multiprocessors: of the GPU.
         element_bytes: of an operand of ``matmul``.
+        plain_bytes: of an activation, and of an operand of what runs at ``plain``.
     """
 
     matmul: float
@@ -61,6 +62,7 @@ class Rates:
     product_memory: float
     multiprocessors: int
     element_bytes: float
+    plain_bytes: float = 2
 
     @classmethod
     def of(cls, gpu: Gpu, stack: Stack) -> Rates:
@@ -77,6 +79,7 @@ class Rates:
             product_memory=gpu.memory_tb_per_s * 1e12 * PRODUCT_MEMORY,
             multiprocessors=gpu.multiprocessors,
             element_bytes={"float8": 1, "int8": 1, "float4": 0.5}.get(dtype, stack.precision.compute_bytes),
+            plain_bytes=stack.precision.compute_bytes,
         )
 
 
@@ -93,7 +96,7 @@ def matmul_seconds(
         rows, inner, columns: of one product.
         out_bytes: moved for each element of the result; twice the element where it is added to what lies there.
         groups: products of one kernel (experts).
-        plain: in bfloat16 whatever the stack's dtype.
+        plain: in the type of activations, however small that of other products.
 
     Source: NVIDIA, "Matrix multiplication background user's guide", sections 3 and 4 (tile and wave quantization); Williams et al. 2009,
         "Roofline", equation 1.
@@ -104,7 +107,7 @@ def matmul_seconds(
     waves = np.ceil(groups * np.ceil(rows / tall) * np.ceil(columns / wide) / rates.multiprocessors)
     each = 2.0 * inner / rate / share + np.asarray(out_bytes) / rates.product_memory  # of an element of the result, on all multiprocessors
     best = (waves * tall * wide * each).min(0) * rates.multiprocessors
-    element = 2 if plain else rates.element_bytes
+    element = rates.plain_bytes if plain else rates.element_bytes
     moved = groups * ((rows + columns) * inner * element + rows * columns * out_bytes)
     return np.maximum(best, moved / rates.product_memory)
 
@@ -134,16 +137,17 @@ def scores_seconds(
         length: tokens of a row.
         query_dim, value_dim: features of a head.
 
-    Bytes for each pair: the forward writes scores (2), softmax reads and writes (4), dropout reads, writes and keeps a mask (5), the
-    product reads (2); the first and the last are in the products. Backward: dropout reads two and writes one (5), softmax reads two and
-    writes one (6). Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.1, for
-    what is kept; kernels as Megatron-LM's fused softmax runs them.
+    Bytes for each pair, of 2-byte numbers: the forward writes scores (2), softmax reads and writes (4), dropout reads, writes and keeps a
+    mask (5), the product reads (2); the first and the last are in the products. Backward: dropout reads two and writes one (5), softmax
+    reads two and writes one (6). Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section
+    4.1, for what is kept; kernels as Megatron-LM's fused softmax runs them.
     """
     square, pairs = np.asarray(length), np.asarray(pairs)
-    slow = MISALIGNED if query_dim % 8 or value_dim % 8 else 1.0
-    one = slow * matmul_seconds(rates, square, query_dim, square, out_bytes=2, groups=batch, plain=True)
-    two = slow * matmul_seconds(rates, square, square, value_dim, out_bytes=2, groups=batch, plain=True)
-    return one + two + pairs * 9 / rates.memory, 2 * (one + two) + pairs * 11 / rates.memory
+    element = rates.plain_bytes
+    slow = MISALIGNED if query_dim * element % 16 or value_dim * element % 16 else 1.0
+    one = slow * matmul_seconds(rates, square, query_dim, square, out_bytes=element, groups=batch, plain=True)
+    two = slow * matmul_seconds(rates, square, square, value_dim, out_bytes=element, groups=batch, plain=True)
+    return one + two + pairs * (4 * element + 1) / rates.memory, 2 * (one + two) + pairs * (5 * element + 1) / rates.memory
 
 
 def traffic_seconds(rates: Rates, bytes_: Number) -> np.ndarray:

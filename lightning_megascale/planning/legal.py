@@ -31,7 +31,6 @@ def model_rules(model: ModelShape, tp: np.ndarray, ep: np.ndarray) -> Iterator[R
     experts = expert_counts(model)
     for count in experts:
         yield f"num_experts={count} is not divisible by expert_parallel_size", count % ep != 0
-        yield f"num_experts={count} is not divisible by tensor_parallel_size", (ep == 1) & (count % tp != 0)
     if not experts:
         yield "the model has no experts: expert_parallel_size must be 1", ep > 1
 
@@ -49,6 +48,9 @@ def batch_rules(workload: Workload, plans: Candidates) -> Iterator[Rule]:
         (workload.global_batch_size % (plans.dp * plans.microbatch_size) != 0),
     )
     yield f"sequence_length={length} is not divisible by 2 x context_parallel_size", (plans.cp > 1) & (length % (2 * plans.cp) != 0)
+    for count in expert_counts(workload.model):  # dealt over tp where all its ranks have the same tokens
+        dealt = (plans.ep == 1) & ~plans.sequence_parallel
+        yield f"num_experts={count} is not divisible by tensor_parallel_size", dealt & (count % plans.tp != 0)
     local = length // plans.cp
     yield (
         f"the {length} tokens of a row, over context_parallel_size, are not divisible by tensor_parallel_size (sequence_parallel)",
@@ -124,7 +126,14 @@ def broken_rules(workload: Workload, plan: Candidates) -> list[str]:
         plan: columns of length 1.
     """
     rules = [*model_rules(workload.model, plan.tp, plan.ep), *batch_rules(workload, plan), *schedule_rules(workload, plan)]
-    return [message for message, wrong in rules if bool(np.broadcast_to(wrong, 1)[0])]
+    sizes = {"tensor_parallel_size": plan.tp, "context_parallel_size": plan.cp, "expert_parallel_size": plan.ep, "stages": plan.pp}
+    sizes |= {"microbatch_size": plan.microbatch_size, "data-parallel size": plan.dp}
+    found = []
+    for message, wrong in rules:
+        if bool(np.broadcast_to(wrong, 1)[0]):
+            said = ", ".join(f"{name}={int(size[0])}" for name, size in sizes.items() if name in message)
+            found.append(f"{message} ({said})" if said else message)
+    return found
 
 
 def first_broken(rules: Iterator[Rule], number: int) -> tuple[np.ndarray, list[str]]:

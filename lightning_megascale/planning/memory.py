@@ -173,18 +173,29 @@ class _Plans:
         return self._at_the_end(found, held)
 
     def _logits(self, flight: np.ndarray) -> np.ndarray:
-        """The last norm's output and its gradient, and logits. A loss in chunks makes the head's gradient in the forward, in float32, and
-        keeps it until the backward: as many as microbatches are in flight."""
+        """The last norm's output and its gradient, and logits. A loss in chunks makes the head's gradient in the forward, in float32 or
+        wider, and keeps it until the backward: as many as microbatches are in flight."""
         model, stack, plans = self.workload.model, self.stack, self.plans
         tokens = plans.microbatch_size * self.workload.sequence_length / plans.cp
         row = tokens * model.hidden_size * stack.precision.compute_bytes
         weight = model.head[-1].inputs * model.head[-1].outputs / plans.tp
         if stack.loss_chunk is None:
-            each = np.where(plans.tp > 1, stack.split_logit_bytes, stack.logit_bytes)
+            each = np.where(plans.tp > 1, self._of_a_logit(stack.split_logit_bytes), self._of_a_logit(stack.logit_bytes))
             gradient = np.where(self.gathers, 0.0, stack.weight_gradient_bytes) * weight  # before it is added to a buffer that is there
             return self.hidden + row + tokens * model.vocab_size / plans.tp * each + gradient
-        kept = self.hidden + row + 4 * weight
-        return flight * kept + row + np.minimum(tokens, stack.loss_chunk) * model.vocab_size / plans.tp * stack.logit_bytes
+        kept = self.hidden + row + max(4, stack.precision.compute_bytes) * weight
+        logits = np.minimum(tokens, stack.loss_chunk) * model.vocab_size / plans.tp
+        return flight * kept + row + logits * self._of_a_logit(stack.logit_bytes)
+
+    def _of_a_logit(self, bytes_: float) -> float:
+        """In the stack's numbers, from what 2-byte ones need: wider ones are worked on as they are, without a copy of two bytes beside.
+
+        Source: ops/cross_entropy.py (no cast of float32 or float64 logits); of other software assumed.
+        """
+        element = self.stack.precision.compute_bytes
+        if element == 2 or self.stack.fused_loss:
+            return bytes_ * element / 2
+        return max(bytes_ - 2, 0) * element / 4
 
     def _states(self, held: Holding) -> dict[str, np.ndarray]:
         """Parameters, gradients, optimizer state and what of them is whole, while activations are alive."""
@@ -245,9 +256,4 @@ class _Plans:
 
 def _spread(held: Holding, plans: Candidates) -> np.ndarray:
     """Parameters of a rank where all ranks share."""
-    return held.dense / plans.fsdp + held.experts / _expert_shard(plans)
-
-
-def _expert_shard(plans: Candidates) -> np.ndarray:
-    """Ranks that share a rank's experts; without expert parallelism the tensor-parallel ranks have other ones."""
-    return np.where(plans.ep > 1, plans.expert_shard, plans.fsdp)
+    return held.dense / plans.fsdp + held.experts / plans.expert_shard

@@ -143,7 +143,7 @@ def holdings(model: ModelShape, stage_plan: StagePlan, rank: int, plans: Candida
     """Parameters of one rank."""
     stages = stage_plan.stages_of(rank)
     blocks = stage_plan.counts[stages].sum(0)
-    owners = expert_owners(plans)
+    owners = plans.expert_owners
     dense, experts, largest = (np.zeros(len(plans)) for _ in range(3))
     for count, kind in zip(blocks.tolist(), model.kinds, strict=True):
         if count:
@@ -180,14 +180,9 @@ def widest_product(model: ModelShape, held: Holding, plans: Candidates) -> np.nd
         gated = {matmul.part for matmul in kind.matmuls if matmul.name.endswith("gate_proj")}
         for matmul in kind.matmuls if count else ():
             pair = 2 if matmul.part in gated and matmul.name.endswith("up_proj") and matmul.copies == 1 else 1
-            ranks = expert_owners(plans) if matmul.copies > 1 else plans.tp
+            ranks = plans.expert_owners if matmul.copies > 1 else plans.tp
             largest = np.maximum(largest, pair * matmul.parameters / ranks)
     return largest
-
-
-def expert_owners(plans: Candidates) -> np.ndarray:
-    """Ranks with other experts: without expert parallelism those of tensor parallelism. Int (P,)."""
-    return np.where(plans.ep > 1, plans.ep, plans.tp)
 
 
 def _whole_bias(matmul: Matmul) -> int:

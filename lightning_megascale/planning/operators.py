@@ -11,9 +11,9 @@ from lightning_megascale.planning.shape import AttentionCore, LayerKind, Matmul
 # Projections whose inputs are cut over tp; all others of attention and MLP have their outputs cut, but these, which every rank computes.
 _INPUTS_CUT = ("o_proj", "down_proj")
 _WHOLE = ("q_a_proj", "kv_a_proj", "weight", "gate")
-# Bytes that kernels between products move for each element, in 2-byte numbers: a norm reads and writes (4; backward 6), a residual reads
-# two and writes one (6; 6), an activation likewise by its inputs. Eager kernels, one for each operation, move this many times as much.
-# Counted by hand from the kernels of a block; the factor is assumed.
+# Bytes that kernels between products move for each element, counted in 2-byte numbers: a norm reads and writes (4; backward 6), a residual
+# reads two and writes one (6; 6), an activation likewise by its inputs. Eager kernels, one for each operation, move this many times as
+# much. Counted by hand from the kernels of a block; the factor is assumed.
 EAGER_TRAFFIC = 2.0
 
 
@@ -47,8 +47,8 @@ def _one(machine: Machine, matmul: Matmul, outputs: int, cut: Cut) -> tuple:
     tokens = machine.tokens(cut, matmul.stream)
     name = matmul.name.partition(".")[2]
     if matmul.copies > 1:
-        # Experts lie whole on the ranks of ep, which share out the tokens of tp; as many come as go.
-        local = np.maximum(matmul.copies / cut.ep, 1)
+        # Whole experts lie on their owners, which share out the tokens of tp between them; as many come as go.
+        local = np.maximum(matmul.copies / cut.expert_owners, 1)
         rows = tokens / cut.tp * matmul.per_token * machine.stack.expert_imbalance / local
         return product(machine, rows, matmul.inputs, outputs, local)
     if name in _WHOLE:
@@ -97,6 +97,7 @@ def between(machine: Machine, kind: LayerKind, cut: Cut) -> np.ndarray:
             moved += 4 * rows * (matmul.inputs if name == "o_proj" else matmul.outputs * copies)
         if name in ("q_proj", "k_proj", "q_b_proj") and machine.workload.model.longest is None:  # rotation
             moved += 4 * rows * matmul.outputs
+    moved *= machine.stack.precision.compute_bytes / 2
     return traffic_seconds(machine.rates, moved * (1.0 if machine.stack.fused else EAGER_TRAFFIC))
 
 

@@ -43,12 +43,10 @@ class Makespan:
     """Of a pipeline.
 
     Args:
-        busy: seconds that the busiest rank works, for all microbatches; (N,).
-        bubble: seconds that it waits; (N,).
+        bubble: seconds that the busiest rank waits; (N,).
         rank: which one it is, int (N,).
     """
 
-    busy: np.ndarray
     bubble: np.ndarray
     rank: np.ndarray
 
@@ -71,7 +69,8 @@ def makespan(schedule: str, stages: Stages, ranks: int, microbatches: np.ndarray
     Source: Huang et al. 2019, "GPipe", section 2.3, and Narayanan et al. 2021, sections 2.2.1 and 2.2.2: for p equal stages and m
         microbatches (m + p - 1) (F + B), and (p - 1) (F + B) / v waited with v stages on a rank. With unlike stages the busiest one works
         through all microbatches, and the first waits for every other stage once. Qi et al. 2023, "Zero bubble pipeline parallelism",
-        table 1: ZB-H1 waits (p - 1) (F + B - W), each with B the inputs' part here, and ZB-V (section 6) F + B - 2 W.
+        table 1: ZB-H1 waits (p - 1) (F + B - W), with B the inputs' part. ZB-V is not the paper's (section 6: F + B - 2 W): its figure is
+        fitted to the order that torch makes, in tests/planning/test_schedules.py.
     """
     load = rank_seconds(stages.each, ranks, schedule)
     rank = load.argmax(1)
@@ -80,14 +79,14 @@ def makespan(schedule: str, stages: Stages, ranks: int, microbatches: np.ndarray
     if schedule == "GPipe":
         # Each half is a line of equal jobs: the sum of all stages for the first, and the slowest stage for each that follows.
         total = sum(part.sum(1) + (microbatches - 1) * part.max(1) for part in (stages.forward, stages.backward))
-        return Makespan(microbatches * busiest, total - microbatches * busiest, rank)
+        return Makespan(total - microbatches * busiest, rank)
     if schedule in ZERO_BUBBLE_SCHEDULES:
         bubble = _zero_bubble(schedule, stages, ranks, virtual, microbatches)
     else:
         bubble = (stages.each.sum(1) - busiest) / virtual
     if schedule == "Interleaved1F1B":
         bubble = bubble * _round(microbatches, ranks) / ranks
-    return Makespan(microbatches * busiest, np.maximum(bubble, 0.0), rank)
+    return Makespan(np.maximum(bubble, 0.0), rank)
 
 
 def _round(microbatches: np.ndarray, ranks: int) -> np.ndarray:

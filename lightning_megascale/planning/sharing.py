@@ -61,9 +61,10 @@ class Traffic:
         replicas = np.where(none, plans.dp * plans.cp, plans.dp_replicate)
         outer = np.where(none, stride, strides["dp_replicate"])
         inner = _line(links, size, stride, held.dense, held.units)
-        apart = _line(links, np.where(none, 1, plans.expert_shard), strides["tp"] * plans.ep, held.experts, held.units * (held.experts > 0))
+        step = strides["tp"] * plans.expert_owners  # between ranks with the same experts
+        apart = _line(links, np.where(none, 1, plans.expert_shard), step, held.experts, held.units * (held.experts > 0))
         many = np.where(none, plans.expert_shard * plans.dp_replicate, plans.dp_replicate)
-        wide = np.where(none, strides["tp"] * plans.ep, strides["dp_replicate"])
+        wide = np.where(none, step, strides["dp_replicate"])
         shard, others = held.dense / size, held.experts / np.where(none, 1, plans.expert_shard)
         across = _all_reduce(links, replicas, outer, shard * stack.precision.reduce_bytes)
         across += np.where(others > 0, _all_reduce(links, many, wide, others * stack.precision.reduce_bytes), 0.0)

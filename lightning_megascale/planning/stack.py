@@ -75,7 +75,7 @@ class Stack:
         expert_kept: the same of an expert's feed-forward.
         router_float32: a router's input is kept in float32.
         loss_chunk: tokens whose logits exist at a time; None: all of a microbatch.
-        logit_bytes: of a logit where the loss needs most: in the compute type, in float32, and its gradient.
+        logit_bytes: of a 2-byte logit where the loss needs most: in the compute type, in float32, and its gradient.
         split_logit_bytes: the same where tensor-parallel ranks share the vocabulary.
         weight_gradient_bytes: of a weight's gradient before it is added to those of earlier microbatches, where nothing is sharded.
 

@@ -21,7 +21,6 @@ FACTS: Mapping[str, Mapping[str, Any]] = {
     "torchtitan": {"repeats_keys": True},
     "foundry": {"fused_loss": True, "copies_gathered": False},
     "automodel": {"fused_loss": True, "dispatch_hops": 2},
-    "megascale": {"whole_logits": True},
 }
 
 # GPU's sheet -> what a data sheet alone leads to expect of large products, attention and kernels between, where no run was measured.
@@ -78,9 +77,8 @@ def from_sheet(stack: Stack, gpu: str) -> Stack:
 
 def with_constants(stack: Stack, gpu: str) -> Stack:
     """The same with the constants that were fitted for this stack on this GPU, where there are any."""
-    fitted: dict[str, Any] = dict(zip(CONSTANTS, FITTED.get((stack.name, gpu), ()), strict=False))
-    fitted = dict(zip(CONSTANTS, FITTED.get((stack.name, gpu), ()), strict=False))
-    fitted = dict(zip(CONSTANTS, FITTED.get((stack.name, gpu), ()), strict=False))
-    fitted = dict(zip(CONSTANTS, FITTED.get((stack.name, gpu), ()), strict=False))
-    fitted = dict(zip(CONSTANTS, FITTED.get((stack.name, gpu), ()), strict=False))
-    return dataclasses.replace(from_sheet(stack, gpu), **{name: value for name, value in fitted.items() if value is not None})
+    values = dict(zip(CONSTANTS, FITTED.get((stack.name, gpu), ()), strict=False))
+    fitted: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if fitted:
+        fitted["source"] = "fitted on published runs: tests/planning/published_split.py"
+    return dataclasses.replace(from_sheet(stack, gpu), **fitted)

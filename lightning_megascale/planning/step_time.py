@@ -72,7 +72,7 @@ def step_time(workload: Workload, cluster: Cluster, stack: Stack, plans: Candida
         cluster: its first GPUs are used, one for each rank, in order.
         stack: the software and its constants.
         plans: P plans.
-        order: axes from the outermost to the innermost, by which ranks are numbered; tp, cp and dp_shard are neighbours.
+        order: axes from the outermost to the innermost, by which ranks are numbered; dp_shard, cp, tp are neighbours so.
 
     Raises:
         ValueError: ``order`` is none of the axes.
@@ -103,13 +103,17 @@ def axis_strides(plans: Candidates, order: Sequence[str] = ORDER) -> dict[str, n
     """Axis -> ranks from one coordinate to the next, int (P,).
 
     Raises:
-        ValueError: ``order`` does not name each axis once, or parts tp, cp and dp_shard, whose ranks share parameters and experts.
+        ValueError: ``order`` does not name each axis once, or parts or reorders dp_shard, cp and tp, whose ranks share parameters and
+            experts.
     """
     if sorted(order) != sorted(ORDER):
         raise ValueError(f"order={tuple(order)}: must name each of {', '.join(ORDER)} once")
-    places = sorted(order.index(name) for name in ("dp_shard", "cp", "tp"))
-    if places[2] - places[0] != 2:
-        raise ValueError(f"order={tuple(order)}: dp_shard, cp and tp must be neighbours, their ranks share parameters and experts")
+    first = order.index("dp_shard")
+    if tuple(order[first : first + 3]) != ("dp_shard", "cp", "tp"):
+        raise ValueError(
+            f"order={tuple(order)}: dp_shard, cp and tp must be neighbours in this order, their ranks share parameters and experts; "
+            "move pp and dp_replicate only"
+        )
     strides, stride = {}, np.ones(len(plans), dtype=np.int64)
     for name in reversed(order):
         strides[name] = stride
@@ -198,7 +202,7 @@ def _held(model: ModelShape, kinds: tuple[LayerKind, ...], counts: np.ndarray, p
     both = plans.pp == 1  # a tied weight stands on both ends of a pipeline, and once without one
     whole = np.array([float(kind.parameters) for kind in kinds] + [float(model.embedding_parameters), float(head)])
     dense = (whole - experts) @ counts - both * model.tied_parameters
-    return Held(dense / plans.tp, experts @ counts / plans.ep, counts.sum(0))
+    return Held(dense / plans.tp, experts @ counts / plans.expert_owners, counts.sum(0))
 
 
 def _sends(machine: Machine, plans: Candidates, strides: Mapping[str, np.ndarray], microbatches: np.ndarray) -> np.ndarray:

@@ -69,6 +69,11 @@ def test_a_tree_saves_steps_of_small_all_reduces():
     assert LINKS.all_reduce_seconds(0, 16, 8) < ring
 
 
+def test_a_tree_below_one_leaf_takes_the_leafs_latency():
+    """Four nodes of one leaf: two steps there and two back, of 10 us each; a ring takes 2 x 3 of them."""
+    assert LINKS.all_reduce_seconds(0, 4, 8) == pytest.approx(4 * 10e-6)
+
+
 def test_all_to_all_counts_what_leaves_the_node():
     inside = LINKS.all_to_all_seconds(8 * GB, 8)
     assert inside == pytest.approx(7 / 450 + 1e-6 + 0.7e-6)

@@ -79,6 +79,25 @@ def test_written_scores_cost_their_traffic():
     assert backward == pytest.approx(2 * (product + other) + 32 * 1024**2 * 11 / 1e12)
 
 
+def test_scores_in_wide_numbers_cost_more():
+    """In 4 bytes: softmax reads and writes (8), dropout reads, writes and keeps a mask (9); backward 9 and 12."""
+    wide = dataclasses.replace(RATES, plain_bytes=4)
+    pairs = 32 * 1024**2
+    forward, backward = scores_seconds(wide, pairs, 32, 1024, 128, 128)
+    both = sum(matmul_seconds(wide, 1024, *shape, out_bytes=4, groups=32, plain=True) for shape in ((128, 1024), (1024, 128)))
+    assert forward == pytest.approx(both + pairs * 17 / 1e12)
+    assert backward == pytest.approx(2 * both + pairs * 21 / 1e12)
+    even, odd = (scores_seconds(wide, 1024**2, 1, 1024, head, head)[0] for head in (112, 108))
+    assert odd < even  # 108 x 4 bytes are whole 16 bytes
+    assert Rates.of(gpu_sheet("h100"), Stack("s", Precision("p", "float32", compute_bytes=4))).plain_bytes == 4
+
+
+def test_plain_products_read_numbers_of_activations():
+    quick = dataclasses.replace(RATES, plain=1e16, element_bytes=1, plain_bytes=4)
+    seconds = matmul_seconds(quick, 1_000_000, 512, 16, out_bytes=4, plain=True)
+    assert seconds == pytest.approx(((1_000_000 + 16) * 512 * 4 + 16_000_000 * 4) / 2e12)
+
+
 def test_heads_that_are_no_multiple_of_16_bytes_are_slow():
     even, odd = (scores_seconds(RATES, 1024**2, 1, 1024, head, head)[0] for head in (112, 108))
     assert odd > 3 * even

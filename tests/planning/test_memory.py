@@ -117,6 +117,14 @@ def test_experts_are_dealt_to_ranks_and_shared_by_the_rest():
     assert spread.buffers[0] == 2 * 4096 * 2 * 4096 * 2  # two rows of D numbers for each token, sent and received
 
 
+@pytest.mark.parametrize(("element", "each"), [(2, 6), (4, 4), (8, 8)])
+def test_logits_of_wide_numbers_have_no_copies(element, each):
+    """128 tokens, D 64, V 50000: hidden state, norm and its gradient; the head's gradient in float32 or wider; and logits."""
+    stack = dataclasses.replace(OURS, precision=Precision("p", compute_bytes=element))
+    found = one(small(batch=2, vocab=50_000), stack, microbatch_size=2, sharding="none")
+    assert found.logits[0] == 3 * 128 * 64 * element + max(4, element) * 64 * 50_000 + 128 * 50_000 * each
+
+
 def test_context_parallelism_divides_tokens_and_moves_keys():
     workload = small(length=256, ffn_hidden=64, vocab=8)
     whole, split = one(workload, sharding="parameters"), one(workload, cp=8, sharding="parameters", method="ring")

@@ -8,7 +8,7 @@ from torch.distributed.pipelining import schedules
 
 from lightning_megascale.planning.candidates import Candidates
 from lightning_megascale.planning.known_models import known
-from lightning_megascale.planning.memory_stages import in_flight, stage_plans
+from lightning_megascale.planning.memory_stages import holdings, in_flight, stage_plans
 from lightning_megascale.planning.stack import Precision, Stack
 from lightning_megascale.planning.stages import stage_owners
 from lightning_megascale.planning.workload import Workload
@@ -81,6 +81,15 @@ def test_stages_are_cut_as_the_software_does():
         assert found.counts.sum() == 126
         assert found.counts.min() >= smallest
         assert (place.start, place.stop) == (0, 1)
+
+
+def test_experts_lie_on_their_owners():
+    """Tensor parallelism deals them out, but not under sequence parallelism; expert parallelism always does."""
+    model = known("Mixtral-8x7B").shape("mixtral", 4096)
+    plans = Candidates.of([dict(tp=2), dict(tp=2, sequence_parallel=True), dict(tp=2, dp_shard=2, ep=4)])
+    (_, ((found, _),)) = stage_plans(Workload(model, 4096, 64), Stack("megascale", Precision("bf16-mixed")), plans)
+    experts = model.parameters_by_part()["experts"]
+    assert holdings(model, found, 0, plans).experts.tolist() == [experts / 2, experts, experts / 4]
 
 
 def test_ranks_that_others_outdo_are_not_looked_at():

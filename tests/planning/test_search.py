@@ -53,12 +53,10 @@ def every_plan(given, world):
         tp = world // (pp * replicate * shard * cp)
         if heads % tp or kv_heads % tp or features % tp or tp > 8 or (cp > 1 and work.sequence_length % (2 * cp)):
             continue
-        if experts and experts % tp and shard * cp * tp == 1:
-            continue
         for ep, micro, schedule, stages in product(
             divisors(shard * cp * tp) if experts else [1], divisors(work.global_batch_size), SCHEDULES, STAGES_PER_RANK
         ):
-            if (experts and (experts % ep or (ep == 1 and experts % tp))) or work.global_batch_size % (micro * replicate * shard):
+            if (experts and experts % ep) or work.global_batch_size % (micro * replicate * shard):
                 continue
             if (pp == 1 and (schedule, stages) != ("1F1B", 1)) or pp * stages > parts:
                 continue
@@ -71,6 +69,8 @@ def every_plan(given, world):
                 CHECKPOINTING, SHARDING, (False, True), METHODS if cp > 1 else METHODS[:1], (False, True)
             ):
                 if (sharding == "none") != (shard * cp == 1) or sharding == "optimizer" or (every and count == 1):
+                    continue
+                if experts and ep == 1 and not sequence and experts % tp:
                     continue
                 if (sequence and (tp == 1 or work.sequence_length // cp % tp)) or (method == "ulysses" and kv_heads % (tp * cp)):
                     continue

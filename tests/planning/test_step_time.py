@@ -5,11 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
+from lightning_megascale.planning.blocks import block_cost, end_costs
 from lightning_megascale.planning.candidates import CHECKPOINTING, METHODS, SHARDING, Candidates
+from lightning_megascale.planning.collectives import Links
+from lightning_megascale.planning.cuts import Cut, Machine
+from lightning_megascale.planning.exchanges import tensor_seconds
+from lightning_megascale.planning.kernels import Rates
 from lightning_megascale.planning.known_models import known
+from lightning_megascale.planning.operators import between, product, products
+from lightning_megascale.planning.sharing import Held, Traffic
 from lightning_megascale.planning.stack import Precision, Stack
 from lightning_megascale.planning.stacks import CONSTANTS, FITTED, from_sheet, stack_for, with_constants
-from lightning_megascale.planning.step_time import ORDER, StepTime, axis_strides, step_time
+from lightning_megascale.planning.step_time import ORDER, StepTime, _held, axis_strides, step_time
 from lightning_megascale.planning.workload import Workload
 from lightning_megascale.support import SCHEDULES
 from lightning_megascale.topology.describe import load_cluster
@@ -26,6 +33,15 @@ PIPE = {"pp": 8, "tp": 8, "dp_shard": 16, "sharding": GRADIENTS, "schedule": SCH
 
 def run(plan, workload=DENSE, stack=STACK, **options):
     return step_time(workload, CLUSTER, stack, Candidates.of([plan]), **options)
+
+
+def machine(workload=DENSE, stack=STACK):
+    return Machine(workload, Rates.of(CLUSTER.gpu, stack), Links.of(CLUSTER, stack), stack)
+
+
+def cut(**plan):
+    plans = Candidates.of([plan])
+    return Cut.of(plans, axis_strides(plans))[0]
 
 
 def parts(found: StepTime):
@@ -130,6 +146,74 @@ def test_experts_over_nodes_cost_more_and_two_hops_less():
     assert uneven.compute[0] > near.compute[0] and uneven.expert[0] > near.expert[0]
 
 
+DEALT = {"dp_shard": 128, "tp": 8, "sharding": PARAMETERS}  # whole experts over tp
+OWN_TOKENS = DEALT | {"sequence_parallel": True}  # all experts on every rank
+SENT = DEALT | {"ep": 16}
+
+
+def test_experts_have_owners_and_ranks_that_share_them():
+    plans = Candidates.of([DEALT, OWN_TOKENS, SENT, OWN_TOKENS | {"ep": 16}, {"dp_shard": 1024}])
+    assert plans.expert_owners.tolist() == [8, 1, 16, 16, 1]
+    assert plans.expert_shard.tolist() == [128, 1024, 64, 64, 1024]
+    kinds = tuple(MOE.model.kinds)
+    counts = np.tile(np.array([[94.0], [1], [1]]), len(plans))
+    experts = MOE.model.parameters_by_part()["experts"]
+    assert _held(MOE.model, kinds, counts, plans).experts.tolist() == pytest.approx([experts / n for n in (8, 1, 16, 16, 1)])
+
+
+@pytest.mark.parametrize(("plan", "size", "stride"), [(DEALT, 128, 8), (OWN_TOKENS, 1024, 1), (SENT, 64, 16)])
+def test_experts_are_gathered_by_the_ranks_that_share_them(plan, size, stride):
+    plans, links = Candidates.of([plan]), machine().links
+    found = Traffic.of(Held(np.zeros(1), np.array([1e9]), np.ones(1)), plans, axis_strides(plans), links, STACK)
+    empty = links.ring_seconds(0, 128, 8)  # of the other parameters
+    assert found.gather[0] == pytest.approx(links.ring_seconds(2e9, size, stride) + empty)
+    alone = Candidates.of([plan | {"sharding": 0}])
+    reduced = Traffic.of(Held(np.zeros(1), np.array([1e9]), np.ones(1)), alone, axis_strides(alone), links, STACK)
+    assert reduced.replicas[0] == pytest.approx(links.all_reduce_seconds(4e9, size, stride) + links.all_reduce_seconds(0, 128, 8))
+
+
+def test_dealt_experts_run_on_all_tokens_and_are_added_up():
+    """4096 tokens of 8 experts each, 128 experts: 256 rows for each of the 16 experts of a rank. Rings of 33.5 MB over 8 ranks."""
+    (kind,), here = MOE.model.kinds, machine(MOE)
+    first = next(matmul for matmul in kind.matmuls if matmul.copies > 1)
+    alone = dataclasses.replace(kind, matmuls=(first,))
+    found = products(here, alone, cut(**DEALT))[0][:, 0]
+    assert found.tolist() == pytest.approx([float(x) for x in product(here, 4096 * 8 / 128, 4096, 2 * 1536, 16)])
+    ring = 7 / 8 * 4096 * 4096 * 2 / here.links.bytes_per_s[0] + 7 * here.links.seconds[0]
+    for plan, rings in ((DEALT, (2 + 2, 2 + 2)), (SENT, (2 + 1, 2 + 1)), (OWN_TOKENS, (2, 3))):  # of attention, and of the experts
+        assert tensor_seconds(here, kind, cut(**plan), np.zeros((3, 1)))[:, 0].tolist() == pytest.approx([n * ring for n in rings])
+
+
+def test_tokens_travel_again_only_where_software_keeps_nothing_of_them():
+    plan, (kind,) = {"dp_shard": 1024, "ep": 8, "checkpointing": FULL}, MOE.model.kinds
+    for selective, times in (("elementwise", 1), ("core", 2), ("half", 2)):
+        found = block_cost(machine(MOE, dataclasses.replace(STACK, selective=selective)), kind, cut(**plan))
+        assert found.expert_backward[0] == pytest.approx(times * found.expert_forward[0]) and found.expert_forward[0] > 0
+
+
+def test_wide_numbers_move_more_bytes():
+    """Logits in 2 bytes are cast there and back, 18 and 22 bytes; in 4 they are not, 12 and 16. A fused loss reads and writes each once."""
+    (kind,), plain = DENSE.model.kinds, cut(**PLAN)
+    wide = dataclasses.replace(STACK, precision=Precision("32-true", "float32", compute_bytes=4, gather_bytes=4))
+    double = dataclasses.replace(STACK, precision=Precision("64-true", "float64", 8, 8, 8, 16, 8, 8, 8))
+    assert between(machine(stack=wide), kind, plain).tolist() == (2 * between(machine(), kind, plain)).tolist()
+    logits = 8192 * DENSE.model.vocab_size / 8
+    for stack, (forward, backward), fused in ((STACK, (18, 22), 4), (wide, (12, 16), 8), (double, (24, 32), 16)):
+        here = machine(stack=stack)
+        eager, one = (end_costs(machine(stack=dataclasses.replace(stack, fused_loss=how)), plain) for how in (False, True))
+        assert (eager[1].forward - one[1].forward)[0] == pytest.approx(logits * (forward - fused) / here.rates.memory)
+        assert (eager[1].backward_inputs - one[1].backward_inputs)[0] == pytest.approx(logits * (backward - fused) / here.rates.memory)
+        assert eager[0].forward[0] == pytest.approx(8192 * DENSE.model.hidden_size * fused / here.rates.memory)
+
+
+def test_the_gradient_of_a_scattered_embedding_is_gathered():
+    here, row = machine(), 8192 * DENSE.model.hidden_size * 2
+    ring = 7 / 8 * row / here.links.bytes_per_s[0] + 7 * here.links.seconds[0]
+    whole, scattered = (end_costs(here, cut(**PLAN, sequence_parallel=how))[0] for how in (False, True))
+    assert (scattered.tensor_forward[0], scattered.tensor_backward[0]) == pytest.approx((ring, ring))
+    assert (whole.tensor_forward[0], whole.tensor_backward[0]) == pytest.approx((2 * ring, 0))
+
+
 def test_a_slow_host_is_the_limit_of_small_microbatches():
     small = Workload(known("llama38b").shape("llama", 512), 512, 1024)
     plan = {"dp_shard": 128, "tp": 8, "sharding": PARAMETERS}
@@ -149,6 +233,8 @@ def test_the_order_of_axes_decides_who_crosses_nodes():
         run(PIPE, order=ORDER[1:])
     with pytest.raises(ValueError, match="neighbours"):
         run(PIPE, order=("cp", "pp", "dp_replicate", "dp_shard", "tp"))
+    with pytest.raises(ValueError, match="in this order"):
+        run(PIPE, order=("pp", "dp_replicate", "tp", "dp_shard", "cp"))
 
 
 def test_sends_that_are_waited_for_come_with_every_microbatch():
@@ -172,7 +258,14 @@ def test_constants_are_plausible_and_at_most_eight():
         for name, value in zip(CONSTANTS, values, strict=True):
             assert value is None or RANGES[name][0] <= value <= RANGES[name][1], (key, name)
     assert with_constants(Stack("foundry", Precision("p")), "h100").matmul_efficiency == FITTED["foundry", "h100"][0]
-    assert stack_for("h100").whole_logits and stack_for("a100").matmul_efficiency == 0.8
+    assert stack_for("a100").matmul_efficiency == 0.8
+
+
+def test_a_stack_says_where_its_constants_are_from():
+    assert with_constants(Stack("foundry", Precision("p")), "h100").source.startswith("fitted on published runs")
+    assert with_constants(Stack("foundry", Precision("p")), "h200").source.startswith("assumed")
+    assert not stack_for("h100").whole_logits  # its decoders share out the vocabulary
+    assert from_sheet(dataclasses.replace(STACK, whole_logits=True), "h100").whole_logits
 
 
 # Mean absolute error on test rows, in percent: the targets, or where one is missed (see the table) what is reached.

@@ -9,6 +9,7 @@ from lightning_megascale.planning.candidates import Candidates
 from lightning_megascale.planning.memory import memory_by_rank
 from lightning_megascale.planning.memory_stages import stage_plans
 from lightning_megascale.planning.model_config import from_decoder_config
+from lightning_megascale.planning.plan_effects import auto_method
 from lightning_megascale.planning.precisions import precision_named
 from lightning_megascale.planning.stacks import stack_for
 from lightning_megascale.planning.workload import Workload
@@ -63,7 +64,7 @@ def _memory(subject: Subject, workload: Workload, place: int, layers: Mapping[st
     """Bytes on one pipeline rank, of whose reserve for what is no tensor the dry run knows nothing; none where the planner has other layers
     there: it cuts a mixture of experts by what a token goes through, a plan's "auto" by what there is."""
     stack = stack_for(_GPU, precision=precision_named(subject.precision))
-    candidates = Candidates.from_plan(subject.plan, subject.config.num_kv_heads)
+    candidates = Candidates.from_plan(subject.plan, auto_method(subject.plan, workload))
     ((cut, _),) = stage_plans(workload, stack, candidates)[1]
     held = sum(cut.counts[stage] for stage in cut.stages_of(place))
     if {kind.name: int(count) for kind, count in zip(workload.model.kinds, held) if count} != dict(layers):
