@@ -72,7 +72,9 @@ def every_plan(given, world):
                     continue
                 if experts and ep == 1 and not sequence and experts % tp:
                     continue
-                if (sequence and (tp == 1 or work.sequence_length // cp % tp)) or (method == "ulysses" and kv_heads % (tp * cp)):
+                if sequence != (tp > 1 and work.sequence_length // cp % tp == 0):  # a stated bound of the search
+                    continue
+                if method == "ulysses" and kv_heads % (tp * cp):
                     continue
                 row = dict(
                     pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, microbatch_size=micro, stages_per_rank=stages,
